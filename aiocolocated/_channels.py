@@ -1,0 +1,720 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Task channels: program order for asyncio code, and where a call goes that names no channel."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final
+
+from aiocolocated import _service, _settings
+from aiocolocated._exceptions import (
+    ArgumentError,
+    ChannelClosedError,
+    DeadlockError,
+    ShutdownError,
+    WouldBlock,
+)
+from aiocolocated._futures import (
+    ArrayFuture,
+    LoopWaiter,
+    ThreadWaiter,
+    computing,
+    stopped_error,
+    waiting,
+)
+from aiocolocated._loops import Wakes, bridge_for
+from aiocolocated._ordering import ChannelOrder, Gate, Ticket
+from aiocolocated._owners import Owner, current_owner, enter_owner, leave_owner
+from aiocolocated._settings import LOCK
+from aiocolocated._types import READY, RUNNING, OnError
+from aiocolocated._workers import Worker, local, pool
+
+if TYPE_CHECKING:
+    from aiocolocated._functions import ColocatedFunction
+    from aiocolocated._futures import Waiter
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Stream 0 is the thread's own; small numbers may be thread ids.
+_streams = itertools.count(1 << 32)
+_numbers = itertools.count(1)
+
+gate: Gate[ArrayFuture[Any]] = Gate(_settings.current.multi_device_in_flight)
+shutting_down = False
+watching_slow = False
+slow_call_watch: Callable[[], None] | None = None  # set by _runtime
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskChannelStatistics:
+    """A snapshot of a channel.
+
+    Attributes:
+        name: the channel's name.
+        queued: calls submitted and not started.
+        running: 1 while a body runs (an abandoned one too), else 0.
+        in_flight: calls whose body has returned and whose arrays are computing.
+        waiting_for_room: submitters that wait in :meth:`TaskChannel.submit`.
+        submitted: calls taken since the channel was made.
+        failed: of them, failed so far.
+        cancelled: of them, cancelled so far.
+        abandoned: cancelled calls whose body still runs.
+        max_pending: the bound on ``queued``, or ``None``.
+        max_in_flight: the bound on ``in_flight``.
+        closed: whether the channel takes no more calls.
+    """
+
+    name: str
+    queued: int
+    running: int
+    in_flight: int
+    waiting_for_room: int
+    submitted: int
+    failed: int
+    cancelled: int
+    abandoned: int
+    max_pending: int | None
+    max_in_flight: int
+    closed: bool
+
+
+@final
+class TaskChannel:
+    """A first-in, first-out lane of calls: one runs at a time, in submission order.
+
+    A channel is a queue over the library's shared worker threads, so thousands are cheap. Each is
+    its own JAX execution stream: device work of two channels does not queue behind each other.
+
+    Args:
+        name: for errors and :func:`runtime.calls`; made up if absent.
+        max_pending: calls that may be queued; ``None`` any number. A full channel raises
+            :exc:`WouldBlock` on a loop's thread and makes other threads wait.
+        max_in_flight: calls whose arrays may still be computing while the next one starts.
+        on_error: ``"continue"`` goes on after a failed or cancelled call; ``"stop"`` fails
+            everything behind it with :exc:`ChannelStoppedError`.
+        dedicated_thread: run every body on one thread of its own, for state that is bound to a
+            thread (SQLite connections, JAX's ordered effects).
+
+    Use :func:`open_task_channel` for a block that opens, activates, drains and closes one. A channel
+    made here lives until :meth:`aclose`, may be made at import time, and is not bound to a loop;
+    ``async with channel:`` only activates it for this task.
+
+    Ordering: calls start in submission order; the next one starts when the previous body has
+    returned, raised or been skipped, not when its arrays are ready.
+
+    Thread safety: every method may be used from any thread and loop.
+
+    Example:
+        >>> log = TaskChannel("log", max_pending=100)
+        >>> async def handler(x):
+        ...     fut = await log.submit(write, x)   # waits for room, then for nothing
+
+    .. versionadded:: 0.1
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_activations",
+        "_cancelled",
+        "_dedicated",
+        "_failed",
+        "_idle_waiters",
+        "_nested",
+        "_number",
+        "_order",
+        "_runnable_since",
+        "_stream",
+        "_submitted",
+        "_title",
+        "_worker",
+    )
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        max_pending: int | None = None,
+        max_in_flight: int = 8,
+        on_error: OnError = "continue",
+        dedicated_thread: bool = False,
+    ) -> None:
+        if max_pending is not None and (not isinstance(max_pending, int) or max_pending < 1):
+            raise ValueError(f"max_pending must be None or an int of at least 1, got {max_pending!r}")
+        if not isinstance(max_in_flight, int) or max_in_flight < 1:
+            raise ValueError(f"max_in_flight must be an int of at least 1, got {max_in_flight!r}")
+        if on_error not in ("continue", "stop"):
+            raise ValueError(f"on_error must be 'continue' or 'stop', got {on_error!r}")
+        self._setup(name, max_pending, max_in_flight, on_error, dedicated_thread)
+
+    def _setup(
+        self,
+        title: str | None,
+        max_pending: int | None = None,
+        max_in_flight: int = 8,
+        on_error: OnError = "continue",
+        dedicated: bool = False,
+    ) -> None:
+        self._title = title
+        self._number = next(_numbers)
+        self._stream = next(_streams)
+        self._order: ChannelOrder[ArrayFuture[Any]] = ChannelOrder(
+            gate,
+            lane=self,
+            max_pending=max_pending,
+            max_in_flight=max_in_flight,
+            on_error=on_error,
+        )
+        self._dedicated = dedicated
+        self._worker: Worker | None = None
+        self._nested = False
+        self._runnable_since = 0.0
+        self._submitted = self._failed = self._cancelled = 0
+        self._idle_waiters: list[Waiter] | None = None
+        self._activations: list[_Position] | None = None
+
+    @property
+    def name(self) -> str:
+        """The channel's name."""
+        return self._title or f"channel-{self._number}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the channel takes no more calls."""
+        return self._order.closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "stopped" if self._order.stopped else "open"
+        return f"<TaskChannel {self.name!r} {state} queued={self._order.pending}>"
+
+    # -- submitting ---------------------------------------------------------------------------------
+
+    def submit_nowait(
+        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]:
+        """Submit a colocated call to this channel; its place is fixed when this returns.
+
+        Raises:
+            WouldBlock: the channel is full, or others wait for room already (on a loop's thread;
+                other threads wait).
+            ChannelClosedError: the channel is closed.
+            ChannelStoppedError: an earlier call stopped it (``on_error="stop"``).
+        """
+        frame = sys._getframe(1)
+        return submit(self._prepare(fn, args, kwargs, frame.f_code, frame.f_lasti))
+
+    async def submit(
+        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]:
+        """Wait for room, submit, and return the future; ``await`` it again for the result.
+
+        Ordering: first come, first served, never overtaken by ``submit_nowait``; the call takes its
+        place when room is granted.
+
+        Cancellation: a submitter that is cancelled while it waits leaves nothing behind.
+
+        Raises:
+            DeadlockError: inside a body of this very channel.
+            ChannelClosedError: the channel is closed, perhaps while waiting.
+            ChannelStoppedError: an earlier call stopped it.
+        """
+        frame = sys._getframe(1)  # the awaiting coroutine's own frame drives this one
+        call = self._prepare(fn, args, kwargs, frame.f_code, frame.f_lasti)
+        loop = asyncio.get_running_loop()
+        ticket = enqueue(call, lambda: LoopWaiter(bridge_for(loop), loop.create_future()))
+        if ticket is None:
+            return call
+        try:
+            self._refuse_own_body("submit")
+            await ticket.waiter.future
+        except BaseException:
+            self._give_up(ticket)
+            raise
+        if ticket.error is not None:
+            raise ticket.error
+        return call
+
+    def run(
+        self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]:
+        """Call anything in this channel, off the loop: a jitted function, say.
+
+        Tracing, compiling and dispatching happen on a worker thread, in the channel's order and on
+        its execution stream. Nothing is shipped or copied: ``fn`` and its arguments are used as they
+        are. Futures among the arguments are waited for and replaced by their arrays.
+
+        Programs over several devices are held to ``multi_device_in_flight`` in the whole process,
+        because too many collectives in flight hang JAX's CPU backend.
+
+        Raises:
+            WouldBlock, ChannelClosedError, ChannelStoppedError: as for :meth:`submit_nowait`.
+            ArgumentError: ``fn`` is a coroutine function or not callable.
+        """
+        frame = sys._getframe(1)
+        from aiocolocated._functions import RunPlan
+
+        plan = RunPlan(fn)
+        return submit(plan.prepare(self, args, kwargs, frame.f_code, frame.f_lasti))
+
+    def _prepare(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        code: CodeType,
+        lasti: int,
+    ) -> ArrayFuture[Any]:
+        try:
+            prepare = fn._prepare_call
+        except AttributeError:
+            raise ArgumentError(
+                f"a channel's submit takes a colocated function, got {fn!r}; "
+                "TaskChannel.run takes any callable"
+            ) from None
+        return cast("ArrayFuture[Any]", prepare(self, args, kwargs, code, lasti))
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Wait until nothing is queued, running or computing here.
+
+        Raises:
+            DeadlockError: inside a body of this very channel.
+
+        Cancellation: stops the wait only.
+        """
+        self._refuse_own_body("drain")
+        loop = asyncio.get_running_loop()
+        waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+        with LOCK:
+            if self._order.idle:
+                return
+            if self._idle_waiters is None:
+                self._idle_waiters = []
+            self._idle_waiters.append(waiter)
+        try:
+            await waiter.future
+        finally:
+            with LOCK:
+                if self._idle_waiters and waiter in self._idle_waiters:
+                    self._idle_waiters.remove(waiter)
+
+    async def aclose(self) -> None:
+        """Take no more calls and wait for those submitted; closing twice is fine.
+
+        Raises:
+            DeadlockError: inside a body of this very channel.
+
+        Cancellation: stops the wait; the channel is closed all the same.
+        """
+        self._refuse_own_body("aclose")
+        self._close()
+        await self.drain()
+
+    def _close(self) -> None:
+        wakes = Wakes()
+        with LOCK:
+            order = self._order
+            order.closed = True
+            error = ChannelClosedError(f"channel {self.name!r} was closed while its caller waited")
+            self._turn_away(error, wakes)
+            self._release_thread()
+        wakes.pay()
+
+    def statistics(self) -> TaskChannelStatistics:
+        """Counters and gauges of this moment."""
+        with LOCK:
+            order = self._order
+            running = order.running
+            return TaskChannelStatistics(
+                name=self.name,
+                queued=order.pending,
+                running=int(running is not None),
+                in_flight=order.in_flight,
+                waiting_for_room=len(order.room or ()),
+                submitted=self._submitted,
+                failed=self._failed,
+                cancelled=self._cancelled,
+                abandoned=int(running is not None and running._state > RUNNING),
+                max_pending=order.max_pending,
+                max_in_flight=order.max_in_flight,
+                closed=order.closed,
+            )
+
+    async def __aenter__(self) -> TaskChannel:
+        """Make this the task's channel until the block is left."""
+        self._activate()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._deactivate()
+
+    def _activate(self) -> None:
+        position = current_position()
+        with LOCK:
+            if position.active is None:
+                position.active = []
+            position.active.append(self)
+            if self._activations is None:
+                self._activations = []
+            self._activations.append(position)
+
+    def _deactivate(self) -> None:
+        position = current_position()
+        with LOCK:
+            activations = self._activations or []
+            if position not in activations:  # left by another task than entered it
+                position = activations[-1]
+            activations.remove(position)
+            assert position.active is not None
+            last = len(position.active) - 1 - position.active[::-1].index(self)
+            del position.active[last]
+
+    def _refuse_own_body(self, what: str) -> None:
+        call: ArrayFuture[Any] | None = local.call
+        if call is not None and call._channel is self:
+            raise DeadlockError(
+                f"{what} of channel {self.name!r} was called inside the body of {call._plan.name}, "
+                "which runs in that channel: it would wait for itself"
+            )
+
+    # -- called by calls and workers, under the lock ----------------------------------------------------
+
+    def _resume(self) -> None:
+        if self._order.claim():
+            pool.schedule(self)
+
+    def _call_left_queue(self, wakes: Wakes) -> None:
+        order = self._order
+        order.settled_in_queue()
+        if order.room:
+            self._admit(wakes)
+        if order.claim():
+            pool.schedule(self)
+        if order.idle:
+            self._became_idle(wakes)
+            pool.settle_lane(self)
+
+    def _call_failed(self, error: BaseException, wakes: Wakes, *, cancelled: bool) -> None:
+        if cancelled:
+            self._cancelled += 1
+        else:
+            self._failed += 1
+        order = self._order
+        if order.on_error == "stop" and order.stopped is None:
+            dead = order.stop(error)
+            self._turn_away(stopped_error(self.name, error), wakes)
+            for call in dead:
+                call._fail(wakes, stopped_error(self.name, error), None)
+
+    def _turn_away(self, error: BaseException, wakes: Wakes) -> None:
+        for ticket in self._order.turn_away():
+            ticket.error = error
+            ticket.waiter.wake(wakes)
+
+    def _admit(self, wakes: Wakes) -> None:
+        while (ticket := self._order.admit()) is not None:
+            _take(ticket.call)
+            ticket.waiter.wake(wakes)
+        self._resume()
+
+    def _give_up(self, ticket: Ticket[ArrayFuture[Any]]) -> None:
+        """The submitter was cancelled; nobody will have the future of a call that got in."""
+        with LOCK:
+            room = self._order.room
+            if room and ticket in room:
+                room.remove(ticket)
+                return
+        ticket.call.cancel("its submitter was cancelled")
+
+    def _became_idle(self, wakes: Wakes) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, None
+        for waiter in waiters or ():
+            waiter.wake(wakes)
+        if self._worker is not None:
+            self._release_thread()
+
+    def _leave_gate(self) -> None:
+        order = gate.leave()
+        if order is not None:
+            order.lane._resume()
+
+    def _release_thread(self) -> None:
+        if self._worker is not None and self._order.closed and self._order.idle:
+            worker, self._worker = self._worker, None
+            pool.release(worker)
+
+
+# --- submitting -----------------------------------------------------------------------------------
+
+
+def enqueue(
+    call: ArrayFuture[Any], make_waiter: Callable[[], Waiter] | None = None
+) -> Ticket[ArrayFuture[Any]] | None:
+    """Give a call its place; in a full channel a ticket, if the caller can wait, or ``WouldBlock``."""
+    channel = call._channel
+    order = channel._order
+    with LOCK:
+        if order.closed or order.stopped is not None or shutting_down:
+            _refuse(channel)
+        if order.max_pending is not None and not order.has_room():
+            if make_waiter is None:
+                raise WouldBlock(
+                    f"channel {channel.name!r} is full: {order.pending} calls are queued (max_pending="
+                    f"{order.max_pending}) and {len(order.room or ())} submitters wait. "
+                    "Use 'await channel.submit(...)' to wait for room."
+                )
+            ticket = Ticket(call, make_waiter())
+            order.wait_for_room(ticket)
+            return ticket
+        _take(call)
+        if order.push(call):
+            pool.schedule(channel)
+    return None
+
+
+def submit(call: ArrayFuture[Any]) -> ArrayFuture[Any]:
+    """Give a call its place; on a full channel raise on a loop's thread, and wait elsewhere."""
+    if call._channel._order.max_pending is None or asyncio._get_running_loop() is not None:
+        enqueue(call)
+        return call
+    ticket = enqueue(call, ThreadWaiter)
+    if ticket is not None:
+        channel = call._channel
+        try:
+            channel._refuse_own_body("a waiting submit")
+            with waiting():
+                ticket.waiter.lock.acquire()
+        except BaseException:
+            channel._give_up(ticket)
+            raise
+        if ticket.error is not None:
+            raise ticket.error
+    return call
+
+
+def _take(call: ArrayFuture[Any]) -> None:
+    """Count a call that has got its place (under the lock)."""
+    global watching_slow
+    channel = call._channel
+    channel._submitted += 1
+    pool.lanes.add(channel)
+    if not watching_slow and slow_call_watch is not None:
+        watching_slow = True
+        _service.post(slow_call_watch)
+    if call._owner is not None:
+        call._owner.live += 1
+    if call._futures is not None:
+        call._depend_on(call._futures)
+        call._futures = None
+    if channel._dedicated and channel._worker is None:
+        channel._worker = pool.add_dedicated(channel.name)
+
+
+def _refuse(channel: TaskChannel) -> None:
+    if _settings.forked:
+        raise _settings.refuse_fork()
+    if channel._order.closed:
+        raise ChannelClosedError(f"channel {channel.name!r} is closed")
+    if channel._order.stopped is not None:
+        raise stopped_error(channel.name, channel._order.stopped)
+    if shutting_down and local.call is None:
+        raise ShutdownError("the interpreter is exiting: no new calls are taken")
+
+
+# --- the current channel --------------------------------------------------------------------------
+
+
+class _Position:
+    """The channels of one task or thread: its own, and those it has activated."""
+
+    __slots__ = ("__weakref__", "active", "own")
+
+    def __init__(self) -> None:
+        self.own = new_channel()
+        self.active: list[TaskChannel] | None = None
+
+
+# Keyed by the task itself: a context variable would be shared by tasks that share a context.
+_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], _Position] = weakref.WeakKeyDictionary()
+_get_running_loop = asyncio._get_running_loop
+_current_task = asyncio.current_task
+
+
+def new_channel() -> TaskChannel:
+    """An unnamed, unbounded channel: of a task, a thread, a body, or one concurrent call."""
+    channel = TaskChannel.__new__(TaskChannel)
+    channel._setup(None)
+    return channel
+
+
+def current_position() -> _Position:
+    """The running task's position, else the thread's."""
+    loop = _get_running_loop()
+    if loop is not None:
+        task = _current_task(loop)
+        if task is not None:
+            position = _tasks.get(task)
+            if position is None:
+                position = _tasks[task] = _Position()
+            return position
+    thread_position: _Position | None = local.position
+    if thread_position is None:
+        thread_position = local.position = _Position()
+    return thread_position
+
+
+def current_channel() -> TaskChannel:
+    """Where a call goes that names no channel (contract of the current channel).
+
+    A task's activated channel, else the task's own; in a body, the body's own; in other threads, and
+    in callbacks of ``call_soon``, the thread's own.
+    """
+    call: ArrayFuture[Any] | None = local.call
+    if call is not None and _get_running_loop() is None:
+        nested = call._nested_channel
+        if nested is None:
+            nested = call._nested_channel = new_channel()
+            nested._nested = True
+        return nested
+    position = current_position()
+    if position.active:
+        return position.active[-1]
+    return position.own
+
+
+# --- a block with a channel of its own --------------------------------------------------------------
+
+
+class open_task_channel:
+    """Asynchronous context manager: opens, activates, drains and closes a :class:`TaskChannel`.
+
+    Colocated calls that the task makes inside the block go to the channel, and the block owns them:
+    leaving it waits for all of them, bodies that were abandoned included, however often the task is
+    cancelled meanwhile. Errors that nobody retrieved are raised on leaving as an
+    :exc:`ExceptionGroup`. When the block is left by an exception, queued calls are cancelled.
+
+    Args: as for :class:`TaskChannel`.
+
+    Ordering: calls of the block run in submission order. Child tasks do not inherit the channel.
+
+    Cancellation: the block cancels its calls, waits until none runs, then re-raises.
+
+    Example:
+        >>> async with open_task_channel("train", max_pending=16) as channel:
+        ...     loss = await channel.run(train_step, state, batch)
+
+    .. versionadded:: 0.1
+    """
+
+    __slots__ = ("_channel", "_options", "_owner")
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        max_pending: int | None = None,
+        max_in_flight: int = 8,
+        on_error: OnError = "continue",
+        dedicated_thread: bool = False,
+    ) -> None:
+        self._channel = TaskChannel(
+            name,
+            max_pending=max_pending,
+            max_in_flight=max_in_flight,
+            on_error=on_error,
+            dedicated_thread=dedicated_thread,
+        )
+        self._owner = Owner(None)
+
+    async def __aenter__(self) -> TaskChannel:
+        if self._channel.closed:
+            raise ChannelClosedError("open_task_channel() is entered once; call it again")
+        self._owner.parent = current_owner()
+        enter_owner(self._owner)
+        self._channel._activate()
+        return self._channel
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._channel._deactivate()
+        if exc is not None:
+            cancel_owned(self._owner, "its block was left by an exception")
+        cancelled = await settle_owned(self._owner)
+        self._channel._close()
+        leave_owner(self._owner)
+        try:
+            errors = self._owner.take_unretrieved()
+            if exc is not None and not isinstance(exc, asyncio.CancelledError):
+                errors = [e for e in errors if e is not exc]
+                if errors:
+                    raise BaseExceptionGroup("errors in a task channel's block", [exc, *errors])
+                return
+            if errors:
+                raise ExceptionGroup("errors in a task channel's block", cast("Any", errors))
+            if cancelled is not None and exc is None:
+                raise cancelled
+        finally:
+            del exc, tb, cancelled
+
+
+def owned_calls(owner: Owner) -> list[ArrayFuture[Any]]:
+    """The calls of a block that are not over."""
+    with LOCK:
+        return [call for call in calls_in_flight() if call._owner is owner]
+
+
+def calls_in_flight() -> list[ArrayFuture[Any]]:
+    """Every call that is queued, running or computing (under the lock)."""
+    found: list[ArrayFuture[Any]] = []
+    for lane in pool.lanes:
+        order = lane._order
+        if order.running is not None:
+            found.append(order.running)
+        found += [call for call in order.queue if call._state < READY]
+    found += computing
+    return found
+
+
+def cancel_owned(owner: Owner, why: str) -> None:
+    """Cancel every call of a block."""
+    wakes = Wakes()
+    with LOCK:
+        for call in owned_calls(owner):
+            call._cancel(wakes, f": {why}")
+    wakes.pay()
+
+
+async def settle_owned(owner: Owner) -> BaseException | None:
+    """Wait until nothing of a block runs, whatever happens; the last cancellation, if any.
+
+    The first cancellation cancels the block's calls; none of them ends the wait.
+    """
+    interrupted: BaseException | None = None
+    loop = asyncio.get_running_loop()
+    while True:
+        waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+        with LOCK:
+            if not owner.add_quiet_waiter(waiter):
+                return interrupted
+        try:
+            await waiter.future
+        except asyncio.CancelledError as error:
+            if interrupted is None:
+                cancel_owned(owner, "its block was cancelled")
+            interrupted = error

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file that touches private or experimental JAX, and private CPython.
+
+Each shim names the versions that need it. Everything here was run on JAX 0.10.0, 0.10.2 and 0.12;
+``tests/test_compat.py`` runs every shim on the JAX in use.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import filterfalse
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+from jax._src import source_info_util as _source_info
+from jax._src.array import ArrayImpl as _ArrayImpl
+from jax._src.lib import xla_client as _xla_client
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+# ``type(x)`` of every concrete array but typed PRNG keys. ``jax.Array`` is abstract: isinstance
+# against it is ten times slower and also true for tracers. All versions.
+ArrayImpl: type[Any] = _ArrayImpl
+
+_is_ready = methodcaller("is_ready")
+_is_deleted = methodcaller("is_deleted")
+
+
+def key_data(key: Any) -> Any:
+    """The uint32 array behind a typed PRNG key, without dispatching anything.
+
+    ``jax.random.key_data`` is public but runs a computation; keys have no ``is_ready``. All versions.
+    """
+    return key._base_array
+
+
+def all_ready(arrays: Iterable[Any]) -> bool:
+    """Whether every array is computed, has failed, or is deleted.
+
+    ``is_ready()`` on a deleted array crashes the process on jaxlib <= 0.11.1, so no bytecode may run
+    between the ``is_deleted`` and the ``is_ready`` of one array: the whole loop is in C.
+    """
+    return all(map(_is_ready, filterfalse(_is_deleted, arrays)))
+
+
+def raise_failed(arrays: Sequence[Any]) -> None:
+    """Raise the error of a failed or deleted array; blocks unless ``all_ready(arrays)``.
+
+    ``jax.block_until_ready`` does the same after flattening its argument. All versions.
+    """
+    _batched_block_until_ready(arrays)
+
+
+try:
+    _batched_block_until_ready: Callable[[Sequence[Any]], Any] = (
+        _xla_client.batched_block_until_ready
+    )
+except AttributeError:  # not seen yet; the public function is only slower
+    _batched_block_until_ready = jax.block_until_ready
+
+
+def device_list(sharding: Any) -> tuple[Any, ...]:
+    """Devices of a sharding, in order. Public API only has the unordered ``device_set``."""
+    return tuple(sharding._device_assignment)
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+_top_level_trace = _core.EvalTrace
+
+
+def tracing() -> bool:
+    """Whether this thread is inside a JAX transformation (``jax.core`` no longer exports it)."""
+    return type(_core.trace_state_strong_ref.value) is not _top_level_trace
+
+
+try:
+    tracing()
+except AttributeError:  # a JAX that keeps its trace elsewhere
+
+    def tracing() -> bool:
+        return not _core.trace_state_clean()
+
+
+# --- functions that must be shipped by reference ----------------------------------------------------
+
+_jitted_type = type(jax.jit(lambda: None))
+
+
+def is_by_reference(obj: object) -> bool:
+    """Whether an in-process pickler must carry ``obj`` by reference.
+
+    A pickled copy of a jitted function recompiles; ``custom_vjp`` fails to unpickle on JAX <= 0.10.2;
+    a copied array loses its sharding and its memory is taken twice.
+    """
+    kind = type(obj)
+    return (
+        kind is _ArrayImpl
+        or kind is _jitted_type
+        or kind is jax.custom_jvp
+        or kind is jax.custom_vjp
+        or isinstance(obj, jax.Array)
+    )
+
+
+# --- execution streams ----------------------------------------------------------------------------
+
+# JAX's CPU client keeps one in-order queue per (execution stream, device); the default stream is the
+# OS thread. Private in every version (``jaxlib.xla_client.execution_stream_id`` is a context manager
+# over these two and ten times slower). A JAX without them keeps one stream per worker thread: bodies
+# still run one at a time and in order, but the device work of two calls of a channel that ran on
+# different workers may overlap.
+_jax_lib: Any
+try:
+    from jax._src.lib import _jax as _jax_lib
+
+    _jax_lib.set_execution_stream_id(_jax_lib.get_execution_stream_id())
+    HAS_EXECUTION_STREAMS = True
+    set_execution_stream: Callable[[int], None] = _jax_lib.set_execution_stream_id
+    get_execution_stream: Callable[[], int] = _jax_lib.get_execution_stream_id
+except (ImportError, AttributeError):
+    HAS_EXECUTION_STREAMS = False
+
+    def set_execution_stream(stream: int) -> None:
+        return None
+
+    def get_execution_stream() -> int:
+        return 0
+
+
+# --- thread-local configuration -------------------------------------------------------------------
+
+_State = Any
+Snapshot = tuple[tuple[Any, Any], ...]
+
+_get_local = methodcaller("get_local")
+_unset = _config.config_ext.unset
+_trace_context = _config.trace_context
+
+# Not captured: the trace itself, the guard that names one thread, and MLIR's own cache.
+_NOT_CAPTURED = {
+    "trace_state",
+    "trace_state_strong_ref",
+    "axis_env_state",
+    "mlir_thread_local_context",
+    "post_hook",
+    "jax_thread_guard",
+    "mesh_context_manager",  # the stack of ``with mesh:``, re-entered mesh by mesh below
+}
+
+
+def _find_states() -> tuple[_State, ...]:
+    """Every thread-local configuration object of this JAX.
+
+    ``set_mesh`` moved from ``jax._src.config`` to ``jax._src.mesh`` in 0.11.2, the layout mode is in
+    ``jax._src.layout`` since 0.12: look for the objects instead of knowing their names.
+    """
+    from jax._src import layout as _layout
+
+    kind = _config.config_ext.Config
+    found: dict[int, Any] = {id(s): s for s in _config.config_states.values() if isinstance(s, kind)}
+    for module in (_config, _mesh, _layout):
+        for value in vars(module).values():
+            if isinstance(value, kind):
+                found[id(value)] = value
+            elif isinstance(inner := getattr(value, "_obj", None), kind):
+                found[id(inner)] = inner  # a user context
+    return tuple(s for s in found.values() if s.name not in _NOT_CAPTURED)
+
+
+_states: tuple[_State, ...] = ()
+_clean_trace_context: Any = None
+_user_contexts_seen = 0
+_source = _source_info._source_info_context
+
+
+def _local_reader(name: str) -> Callable[[], Any]:
+    state = _config.config_states.get(name)
+    return state.get_local if state is not None else (lambda: _unset)
+
+
+# States that a public context manager sets and that ``trace_context()`` does not cover. One name
+# and one call each: a loop over them takes four times as long.
+_nans = _local_reader("jax_debug_nans")
+_infs = _local_reader("jax_debug_infs")
+_leaks = _local_reader("jax_check_tracer_leaks")
+_prng = _local_reader("jax_default_prng_impl")
+_legacy = _local_reader("jax_legacy_prng_key")
+_compiles = _local_reader("jax_log_compiles")
+_misses = _local_reader("jax_explain_cache_misses")
+_no_tracing = _local_reader("jax_no_tracing")
+_h2d = _local_reader("jax_transfer_guard_host_to_device")
+_d2d = _local_reader("jax_transfer_guard_device_to_device")
+_d2h = _local_reader("jax_transfer_guard_device_to_host")
+_checks = _local_reader("jax_enable_checks")
+_custom_prng = _local_reader("jax_enable_custom_prng")
+_gc_guard = _local_reader("jax_array_garbage_collection_guard")
+
+
+def capture_config() -> Snapshot | None:
+    """This thread's JAX configuration where it differs from the process-wide one, else ``None``.
+
+    The common case is two comparisons (about 0.5 us): ``trace_context()`` is a tuple of everything
+    that jit keys on, and the others are the rest that has a public context manager.
+    """
+    global _clean_trace_context, _states
+    if (
+        _trace_context() == _clean_trace_context
+        and _nans() is _unset
+        and _infs() is _unset
+        and _leaks() is _unset
+        and _prng() is _unset
+        and _legacy() is _unset
+        and _compiles() is _unset
+        and _misses() is _unset
+        and _no_tracing() is _unset
+        and _h2d() is _unset
+        and _d2d() is _unset
+        and _d2h() is _unset
+        and _gc_guard() is _unset
+        and _checks() is _unset
+        and _custom_prng() is _unset
+        and not _source.context.name_stack.stack
+    ):
+        return None
+    if not _states:
+        _states = _find_states()
+    context = _trace_context()
+    _find_user_contexts()
+    snapshot = [
+        (state, value) for state in _states if (value := state.get_local()) is not _unset
+    ]
+    meshes = _config.mesh_context_manager.value
+    if meshes:
+        snapshot.append((_MESHES, meshes))
+    names = _source.context.name_stack
+    if names.stack:
+        snapshot.append((_NAMES, names))
+    if snapshot:
+        return tuple(snapshot)
+    _clean_trace_context = context
+    return None
+
+
+def _find_user_contexts() -> None:
+    """Add the objects behind ``jax.make_user_context``; JAX keeps no list of them.
+
+    A scan of the collector's objects costs tens of milliseconds, so only after one was made.
+    """
+    global _states, _user_contexts_seen
+    kind = getattr(_config, "UserConfig", None)
+    names = getattr(_config.config_ext, "trace_context_names", tuple)()
+    count = names.count("user_context")
+    if kind is None or count == _user_contexts_seen:
+        return
+    _user_contexts_seen = count
+    known = {id(s) for s in _states}
+    found = [o._obj for o in gc.get_objects() if type(o) is kind and id(o._obj) not in known]
+    _states = (*_states, *found)
+
+
+_MESHES = object()
+_NAMES = object()
+
+
+class applied_config:
+    """Context manager: puts a snapshot in force on this thread and takes it back, also on error."""
+
+    __slots__ = ("_exits", "_snapshot")
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._exits: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        try:
+            for state, value in self._snapshot:
+                self._exits.append(_apply(state, value))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        while self._exits:
+            self._exits.pop()()
+
+
+def _apply(state: Any, value: Any) -> Callable[[], None]:
+    if state is _MESHES:
+        return _apply_meshes(value)
+    if state is _NAMES:
+        manager = _source_info.set_name_stack(value)
+        manager.__enter__()
+        return lambda: manager.__exit__(None, None, None)
+    hook = getattr(state, "_update_thread_local_hook", None)
+    previous = state.swap_local(value)
+    if hook:
+        hook(value)
+
+    def undo() -> None:
+        state.set_local(previous)
+        if hook:
+            hook(None if previous is _unset else previous)
+
+    return undo
+
+
+def _apply_meshes(meshes: tuple[Any, ...]) -> Callable[[], None]:
+    """Re-enter the legacy ``with mesh:`` stack without its deprecation warning (JAX >= 0.12)."""
+    resources = _mesh.thread_resources
+    env = resources.env
+    depth = len(resources.stack)
+    local = _config.mesh_context_manager.get_local()
+    for mesh in meshes:
+        env = resources.stack[-1].with_mesh(mesh)
+        resources.stack.append(env)
+    resources.env = env
+    _config.mesh_context_manager.set_local(meshes)
+
+    def undo() -> None:
+        del resources.stack[depth:]
+        resources.env = resources.stack[-1]
+        _config.mesh_context_manager.set_local(local)
+
+    return undo
+
+
+# --- colocated Python, caches ------------------------------------------------------------------------
+
+
+def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
+    """JAX's own look-up of the CPU devices beside some devices (experimental in every version)."""
+    from jax.experimental import colocated_python
+
+    return colocated_python.colocated_cpu_devices(devices_or_mesh)
+
+
+def register_cache(cache: Any, name: str) -> None:
+    """Have ``jax.clear_caches()`` call ``cache.cache_clear()``; JAX holds ``cache`` weakly."""
+    from jax.extend.backend import register_backend_cache
+
+    register_backend_cache(cache, name)
+
+
+def backend_started() -> bool:
+    """Whether a JAX backend has been initialised already."""
+    from jax._src import xla_bridge
+
+    return cast("bool", xla_bridge.backends_are_initialized())
+
+
+# --- CPython ----------------------------------------------------------------------------------------
+
+
+def register_at_exit(function: Callable[[], None]) -> None:
+    """Call ``function`` at interpreter exit *before* threads are joined.
+
+    ``concurrent.futures`` uses the same hook; ``atexit`` runs too late, after the join.
+    CPython 3.9 to 3.15.
+    """
+    threading._register_atexit(function)  # type: ignore[attr-defined]

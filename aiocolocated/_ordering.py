@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure state machines: the order of a channel's calls, and the gate for multi-device programs.
+
+No threads, no loop, no JAX: every decision is made here, under the caller's lock, and tested alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Generic, Protocol, TypeVar
+
+from aiocolocated._types import READY, OnError
+
+
+class OrderedCall(Protocol):
+    """What a channel must know of a call."""
+
+    _state: int
+    _blocked: int  # dependencies that are not dispatched yet
+    _wide: bool  # a multi-device program, which needs the gate
+
+
+C = TypeVar("C", bound=OrderedCall)
+
+
+class Ticket(Generic[C]):
+    """A call that waits for room in a bounded channel, outside of its queue."""
+
+    __slots__ = ("call", "error", "waiter")
+
+    def __init__(self, call: C, waiter: Any) -> None:
+        self.call = call
+        self.waiter = waiter
+        self.error: BaseException | None = None
+
+
+class Gate(Generic[C]):
+    """Caps the multi-device programs of the process that are in flight at once.
+
+    Too many collectives in flight hang JAX's CPU backend: each occupies threads of one pool until
+    all of its participants have arrived.
+    """
+
+    __slots__ = ("in_flight", "limit", "parked")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_flight = 0
+        self.parked: deque[ChannelOrder[C]] = deque()
+
+    def enter(self) -> None:
+        self.in_flight += 1
+
+    def leave(self) -> ChannelOrder[C] | None:
+        """Count one program as ready; a channel that may try again, if one is parked."""
+        self.in_flight -= 1
+        if self.in_flight < self.limit and self.parked:
+            return self.parked.popleft()
+        return None
+
+
+class ChannelOrder(Generic[C]):
+    """A FIFO of calls, of which at most one runs.
+
+    ``claimed`` is true from the moment the channel is handed to a worker until the worker finds
+    nothing to run: it makes sure that one worker at a time serves a channel.
+    """
+
+    __slots__ = (
+        "claimed",
+        "closed",
+        "gate",
+        "in_flight",
+        "lane",
+        "max_in_flight",
+        "max_pending",
+        "on_error",
+        "pending",
+        "queue",
+        "room",
+        "running",
+        "stopped",
+    )
+
+    def __init__(
+        self,
+        gate: Gate[C],
+        *,
+        lane: Any = None,
+        max_pending: int | None = None,
+        max_in_flight: int = 8,
+        on_error: OnError = "continue",
+    ) -> None:
+        self.gate = gate
+        self.lane = lane  # the channel this is the order of
+        self.max_pending = max_pending
+        self.max_in_flight = max_in_flight
+        self.on_error = on_error
+        self.queue: deque[C] = deque()
+        self.room: deque[Ticket[C]] | None = None  # first come, first served
+        self.pending = 0  # queued and not settled
+        self.in_flight = 0  # dispatched, arrays still computing
+        self.running: C | None = None
+        self.claimed = False
+        self.closed = False
+        self.stopped: BaseException | None = None
+
+    # -- submission ------------------------------------------------------------------------------
+
+    def has_room(self) -> bool:
+        """Whether a call may be pushed without overtaking one that waits for room."""
+        return self.max_pending is None or (self.pending < self.max_pending and not self.room)
+
+    def push(self, call: C) -> bool:
+        """Append ``call``; true when the caller must hand the channel to a worker."""
+        self.queue.append(call)
+        self.pending += 1
+        return not self.claimed and self.claim()
+
+    def wait_for_room(self, ticket: Ticket[C]) -> None:
+        if self.room is None:
+            self.room = deque()
+        self.room.append(ticket)
+
+    def admit(self) -> Ticket[C] | None:
+        """Push the first call that waits for room, if there is room now; its ticket."""
+        if not self.room or self.max_pending is None or self.pending >= self.max_pending:
+            return None
+        ticket = self.room.popleft()
+        self.queue.append(ticket.call)
+        self.pending += 1
+        return ticket
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def claim(self) -> bool:
+        """Claim the channel for a worker if its first call may start now."""
+        if self.claimed or self._head() is None:
+            return False
+        self.claimed = True
+        return True
+
+    def next(self) -> C | None:
+        """Start the next call, or give the claim up."""
+        call = self._head()
+        if call is None:
+            self.claimed = False
+            return None
+        self.queue.popleft()
+        self.pending -= 1
+        self.running = call
+        if call._wide:
+            self.gate.enter()
+        return call
+
+    def _head(self) -> C | None:
+        queue = self.queue
+        while queue:
+            call = queue[0]
+            if call._state >= READY:  # cancelled or failed in the queue: leaves a tombstone
+                queue.popleft()
+                continue
+            if call._blocked or self.in_flight >= self.max_in_flight:
+                return None
+            if call._wide and self.gate.in_flight >= self.gate.limit:
+                if self not in self.gate.parked:
+                    self.gate.parked.append(self)
+                return None
+            return call
+        return None
+
+    # -- what happens to calls -------------------------------------------------------------------
+
+    def settled_in_queue(self) -> None:
+        """A queued call was cancelled or failed; its tombstone is skipped later."""
+        self.pending -= 1
+
+    def dispatched(self) -> None:
+        self.in_flight += 1
+
+    def computed(self) -> bool:
+        """A dispatched call's arrays are there; true when the channel must be handed out."""
+        self.in_flight -= 1
+        return self.claim()
+
+    def body_ended(self) -> None:
+        self.running = None
+
+    def stop(self, error: BaseException) -> list[C]:
+        """Stop for good after a failure; the queued calls, which will never run."""
+        self.stopped = error
+        return [c for c in self.queue if c._state < READY]
+
+    def turn_away(self) -> list[Ticket[C]]:
+        """Empty the waiting room."""
+        tickets = list(self.room or ())
+        self.room = None
+        return tickets
+
+    @property
+    def idle(self) -> bool:
+        """Nothing queued, running or computing."""
+        return not self.pending and self.running is None and not self.in_flight and not self.room

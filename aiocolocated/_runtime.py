@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime: settings, what is in flight, slow calls, and how the process ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+from time import monotonic
+from typing import Any, final
+
+from aiocolocated import _channels, _compat, _service, _settings
+from aiocolocated._futures import ArrayFuture
+from aiocolocated._loops import Wakes
+from aiocolocated._settings import LOCK, Settings
+from aiocolocated._types import CANCELLED, QUEUED, READY, RUNNING, CallState
+from aiocolocated._workers import pool
+
+_POLL = 0.02  # seconds between looks while the interpreter waits at exit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallInfo:
+    """One call in flight.
+
+    Attributes:
+        function: qualified name of what it runs.
+        channel: name of its channel.
+        host: name of its host.
+        state: ``"queued"``, ``"running"``, ``"dispatched"`` (arrays computing) or ``"abandoned"``
+            (cancelled, the body still runs).
+        age: seconds since submission.
+        running_for: seconds since its body started; ``None`` if it has not.
+        where: file and line of the call expression.
+    """
+
+    function: str
+    channel: str
+    host: str
+    state: str
+    age: float
+    running_for: float | None
+    where: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RuntimeStatistics:
+    """A snapshot of the process.
+
+    Attributes:
+        workers: pool threads that exist.
+        idle: of them, waiting for work.
+        waiting: of them, inside a body that waits for another call.
+        dedicated: channels with a thread of their own.
+        runnable: channels that wait for a thread.
+        channels: channels with anything queued, running or computing.
+        queued: calls submitted and not started.
+        running: bodies that run, abandoned ones included.
+        dispatched: calls whose arrays are computing.
+        abandoned: cancelled calls whose body still runs.
+    """
+
+    workers: int
+    idle: int
+    waiting: int
+    dedicated: int
+    runnable: int
+    channels: int
+    queued: int
+    running: int
+    dispatched: int
+    abandoned: int
+
+
+@final
+class Runtime:
+    """What the library does in this process; use the one instance, :data:`runtime`."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+        return _settings.current
+
+    def calls(self) -> list[CallInfo]:
+        """Every call in flight, oldest first.
+
+        Example:
+            >>> for call in runtime.calls():
+            ...     print(call.function, call.state, f"{call.age:.1f} s", call.where)
+        """
+        with LOCK:
+            calls = list(_channels.calls_in_flight())
+            now = monotonic()
+            return sorted((_info(c, now) for c in calls), key=lambda c: -c.age)
+
+    def statistics(self) -> RuntimeStatistics:
+        """Counters and gauges of this moment."""
+        with LOCK:
+            calls = _channels.calls_in_flight()
+            states = [_state(c) for c in calls]
+            return RuntimeStatistics(
+                workers=len(pool.workers),
+                idle=len(pool.idle),
+                waiting=pool.waiting,
+                dedicated=sum(lane._worker is not None for lane in pool.lanes),
+                runnable=len(pool.ready),
+                channels=len(pool.lanes),
+                queued=states.count("queued"),
+                running=states.count("running") + states.count("abandoned"),
+                dispatched=states.count("dispatched"),
+                abandoned=states.count("abandoned"),
+            )
+
+    def __repr__(self) -> str:
+        return f"<aiocolocated.runtime {self.statistics()}>"
+
+
+def _state(call: ArrayFuture[Any]) -> str:
+    if call._state == CANCELLED or call._state >= READY:
+        return "abandoned"
+    return CallState(call._state).name.lower()
+
+
+def _info(call: ArrayFuture[Any], now: float) -> CallInfo:
+    return CallInfo(
+        function=call._plan.name,
+        channel=call._channel.name,
+        host=call._plan.host,
+        state=_state(call),
+        age=now - call._submitted,
+        running_for=None if call._state == QUEUED or not call._started else now - call._started,
+        where=call._where(),
+    )
+
+
+runtime = Runtime()
+
+
+def configure(**changes: Any) -> Settings:
+    """Change limits and grace periods of the process; see :class:`Settings` for the names.
+
+    Returns:
+        The settings now in force.
+
+    Raises:
+        TypeError: no such setting.
+        ValueError: a value that makes no sense.
+
+    Thread safety: any thread; takes effect for what starts afterwards.
+
+    Example:
+        >>> configure(worker_limit=128, slow_call=5.0)
+
+    .. versionadded:: 0.1
+    """
+    known = {field.name for field in dataclasses.fields(Settings)}
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"configure() has no setting {name!r}; there are: {sorted(known)}")
+    settings = _settings.change(**changes)
+    with LOCK:
+        _channels.gate.limit = settings.multi_device_in_flight
+    return settings
+
+
+# --- slow calls ----------------------------------------------------------------------------------------
+
+_reported: set[int] = set()
+
+
+def _look_for_slow_calls() -> None:
+    """Log running calls that are slow, each once (service thread)."""
+    limit = _settings.current.slow_call
+    if limit is None:
+        _channels.watching_slow = False
+        return
+    now = monotonic()
+    slow: list[CallInfo] = []
+    with LOCK:
+        calls = _channels.calls_in_flight()
+        if not calls:
+            _channels.watching_slow = False
+            _reported.clear()
+            return
+        _reported.intersection_update(map(id, calls))
+        for call in calls:
+            running = call._started and call._state >= RUNNING
+            if running and now - call._started >= limit and id(call) not in _reported:
+                _reported.add(id(call))
+                slow.append(_info(call, now))
+    _service.call_at(now + max(0.01, min(limit / 4, 5.0)), _look_for_slow_calls)
+    for info in slow:
+        _service.logger.warning(
+            "colocated call %s on host %s, channel %r, has been %s for %.1f s (slow_call is %s s); "
+            "submitted at %s",
+            info.function,
+            info.host,
+            info.channel,
+            info.state,
+            info.running_for or 0.0,
+            limit,
+            info.where,
+        )
+
+
+_channels.slow_call_watch = _look_for_slow_calls
+
+
+# --- exit ----------------------------------------------------------------------------------------------
+
+
+def _at_exit() -> None:
+    """Wait for submitted calls, then end the threads; runs before the interpreter joins threads."""
+    if _settings.forked:
+        return
+    with LOCK:
+        _channels.shutting_down = True
+        pool.stopping = True
+    grace = _settings.current.exit_grace
+    deadline = None if grace is None else monotonic() + grace
+    interrupted = False
+    try:
+        while _busy():
+            if deadline is not None and monotonic() >= deadline:
+                interrupted = True
+                break
+            _run_stranded()
+            threading.Event().wait(_POLL)
+    except KeyboardInterrupt:
+        interrupted = True
+    if interrupted and _busy():
+        _give_up(grace)
+    with LOCK:
+        pool.stop()
+    _service.stop()
+
+
+def _busy() -> bool:
+    with LOCK:
+        return bool(_channels.calls_in_flight())
+
+
+def _run_stranded() -> None:
+    """Serve channels for which no thread exists: none may be started any more."""
+    with LOCK:
+        stranded = bool(pool.ready) and not (len(pool.workers) - pool.waiting)
+        lane = pool.ready.popleft() if stranded else None
+    if lane is not None:
+        pool.serve_here(lane)
+
+
+def _give_up(grace: float | None) -> None:
+    """The grace is over: cancel what is queued, name what runs, and end the process."""
+    wakes = Wakes()
+    with LOCK:
+        calls = _channels.calls_in_flight()
+        for call in calls:
+            if call._state == QUEUED:
+                call._cancel(wakes, ": the interpreter exits")
+        now = monotonic()
+        running = [_info(c, now) for c in calls if c._state != CANCELLED or c._started]
+    lines = [
+        f"  {c.function} on host {c.host}, channel {c.channel!r}, {c.state} for "
+        f"{c.running_for or 0.0:.1f} s, submitted at {c.where}"
+        for c in running
+    ]
+    why = "was interrupted" if grace is None else f"gave {grace} s (exit_grace)"
+    print(
+        f"aiocolocated: exit {why}; these calls still run and are abandoned:\n" + "\n".join(lines),
+        file=sys.stderr,
+    )
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # a closed pipe must not stop the exit
+            continue
+    os._exit(1)
+
+
+_compat.register_at_exit(_at_exit)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits and grace periods, the one lock, and what a forked child may not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from typing import Any
+
+from aiocolocated._exceptions import ForkedProcessError
+
+# One re-entrant lock guards every state machine. It is held for a few hundred nanoseconds and no
+# user code runs under it on purpose; re-entrant because the garbage collector may run a user's
+# ``__del__`` at any allocation, and that may cancel a future.
+LOCK = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """Limits and grace periods of the process; change them with :func:`configure`.
+
+    Attributes:
+        worker_limit: bodies that may run at once on pool threads. Bodies that wait inside the
+            library do not count.
+        worker_ceiling: threads that may exist at all; a wait inside a body beyond it raises
+            :exc:`WorkerLimitError`.
+        worker_idle_timeout: seconds after which an idle thread ends.
+        slow_call: seconds after which a running call is logged, once; ``None`` never.
+        exit_grace: seconds that interpreter exit waits for submitted calls; ``None`` without limit.
+        multi_device_in_flight: programs over several devices, dispatched through
+            :meth:`TaskChannel.run`, that may be in flight at once in the process.
+    """
+
+    worker_limit: int = 64
+    worker_ceiling: int = 1024
+    worker_idle_timeout: float = 10.0
+    slow_call: float | None = 60.0
+    exit_grace: float | None = None
+    multi_device_in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("worker_limit", "worker_ceiling", "multi_device_in_flight"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        for name in ("worker_idle_timeout", "slow_call", "exit_grace"):
+            value = getattr(self, name)
+            if value is None and name != "worker_idle_timeout":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+                raise ValueError(f"{name} must be seconds, 0 or more, got {value!r}")
+
+
+current = Settings()
+forked = False
+
+
+def change(**changes: Any) -> Settings:
+    """Replace some settings, after checking them."""
+    global current
+    with LOCK:
+        current = dataclasses.replace(current, **changes)
+        return current
+
+
+def refuse_fork() -> ForkedProcessError:
+    return ForkedProcessError(
+        f"process {os.getpid()} was forked after aiocolocated had started: its threads stayed in the "
+        "parent, and JAX hangs in forked children. Start processes with the 'spawn' or 'forkserver' "
+        "method, or fork before the first colocated call."
+    )
+
+
+def _after_fork_in_child() -> None:
+    global forked, LOCK
+    forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

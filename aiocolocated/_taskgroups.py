@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Task groups that own colocated calls as well as tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, overload
+
+from aiocolocated._channels import cancel_owned, new_channel, settle_owned, submit
+from aiocolocated._exceptions import ArgumentError
+from aiocolocated._functions import ColocatedFunction, RunPlan
+from aiocolocated._futures import ArrayFuture, LoopWaiter
+from aiocolocated._loops import Wakes, bridge_for
+from aiocolocated._owners import Owner, current_owner, enter_owner, leave_owner
+from aiocolocated._settings import LOCK
+from aiocolocated._types import FAILED
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class TaskGroup(asyncio.TaskGroup):
+    """An :class:`asyncio.TaskGroup` for colocated calls and tasks, with a limit and results.
+
+    Calls that are submitted inside the block, by the block itself or by its tasks, belong to it:
+    leaving waits for all of them, bodies that were abandoned included, however often the task is
+    cancelled meanwhile. When a started call or task fails, the others are cancelled. Errors arrive in
+    one :exc:`ExceptionGroup`; errors of other calls that nobody retrieved join it.
+
+    Args:
+        limit: started calls and coroutines that run at once; ``None`` any number. The others wait
+            their turn in the order in which they were started.
+        keep_results: keep every handle for :meth:`results`. Give ``False`` to a group that lives as
+            long as its server, or it grows with every request.
+
+    Ordering: each ``start_soon`` call has a channel of its own, so they overlap. Calls made as
+    ``f(x)`` in the block go to the task's channel, one after the other.
+
+    Cancellation: cancels queued calls, tells waiters at once, waits for bodies that run.
+
+    Thread safety: as :class:`asyncio.TaskGroup`: use it from its own loop.
+
+    Example:
+        >>> async with TaskGroup(limit=8) as group:
+        ...     for path in paths:
+        ...         group.start_soon(decode, path)
+        >>> images = group.results()
+
+    .. versionadded:: 0.1
+    """
+
+    def __init__(self, *, limit: int | None = None, keep_results: bool = True) -> None:
+        super().__init__()
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"limit must be None or an int of at least 1, got {limit!r}")
+        self._owner = Owner(None)
+        self._limit = limit
+        self._taken = 0
+        self._held: deque[Callable[[Wakes], bool]] = deque()
+        self._handles: list[Any] | None = [] if keep_results else None
+        self._left: asyncio.Event | None = None
+
+    async def __aenter__(self) -> TaskGroup:
+        await super().__aenter__()
+        self._owner.parent = current_owner()
+        enter_owner(self._owner)
+        self._left = asyncio.Event()
+        # A task of the group hears at once when the group is cancelled, also while the block's own
+        # code goes on, and keeps the group open while calls run that are no tasks.
+        context = contextvars.copy_context()
+        super().create_task(self._keep_calls(), name="aiocolocated-taskgroup", context=context)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        assert self._left is not None
+        self._left.set()
+        error: BaseException | None = None
+        try:
+            await super().__aexit__(kind, exc, tb)
+        except BaseException as caught:
+            error = caught
+        try:
+            if error is not None:
+                cancel_owned(self._owner, "its task group failed")
+            cancelled = await settle_owned(self._owner)
+            leave_owner(self._owner)
+            errors = self._owner.take_unretrieved()
+            if isinstance(error, BaseExceptionGroup):
+                known = _members(error)
+                errors = [e for e in errors if e not in known and e is not exc]
+                if errors:
+                    raise error.derive([*error.exceptions, *errors])
+                raise error
+            if errors and (error is None or isinstance(error, asyncio.CancelledError)):
+                raise BaseExceptionGroup("unhandled errors in a TaskGroup", errors)
+            if error is None:
+                error = cancelled
+            if error is not None:
+                raise error
+        finally:
+            del exc, tb, error
+
+    async def _keep_calls(self) -> None:
+        assert self._left is not None
+        try:
+            await self._left.wait()
+            while self._owner.live:
+                if await settle_owned(self._owner) is not None:
+                    raise asyncio.CancelledError
+        except asyncio.CancelledError:
+            cancel_owned(self._owner, "its task group was cancelled")
+            await settle_owned(self._owner)
+            raise
+
+    # -- starting -----------------------------------------------------------------------------------
+
+    @overload
+    def start_soon(
+        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]: ...
+    @overload
+    def start_soon(
+        self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Task[T]: ...
+    @overload
+    def start_soon(
+        self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]: ...
+    def start_soon(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a colocated call in a channel of its own; its failure cancels the group.
+
+        Takes coroutine functions too (a task), and other callables (run like
+        :meth:`TaskChannel.run`).
+
+        Returns:
+            The call's future, or the coroutine's task.
+
+        Raises:
+            RuntimeError: the group is not entered, or finished.
+            SpecError, TracedCallError, ArgumentError: as for calling ``fn``.
+        """
+        if inspect.iscoroutinefunction(fn):
+            return self.create_task(fn(*args, **kwargs))
+        if self._left is None or self._owner.closed:
+            raise RuntimeError(f"{self!r} is not active")
+        frame = sys._getframe(1)
+        prepare = fn._prepare_call if isinstance(fn, ColocatedFunction) else RunPlan(fn).prepare
+        call: ArrayFuture[Any] = prepare(
+            new_channel(), args, kwargs, frame.f_code, frame.f_lasti, self._owner
+        )
+        del frame
+        if self._limit is not None:
+            with LOCK:
+                if self._taken < self._limit:
+                    self._taken += 1
+                    call._release = self._release_slot
+                else:
+                    call._blocked += 1
+                    self._held.append(functools.partial(self._let_go, call))
+        call.add_done_callback(self._call_done)
+        submit(call)
+        if self._handles is not None:
+            self._handles.append(call)
+        return call
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T] | ArrayFuture[T],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+        **options: Any,
+    ) -> asyncio.Task[T]:
+        """Start a task for a coroutine, or for waiting on an array future.
+
+        The future was submitted by its call expression: ``create_task(f(x))`` twice is one channel,
+        in order. Use :meth:`start_soon` for concurrent calls.
+        """
+        if isinstance(coro, ArrayFuture):
+            coroutine: Any = _wait(coro)
+        elif not inspect.iscoroutine(coro):
+            raise ArgumentError(f"create_task takes a coroutine or an array future, got {coro!r}")
+        elif self._limit is not None:
+            coroutine = self._limited(coro)
+        else:
+            coroutine = coro
+        try:
+            task: asyncio.Task[T] = super().create_task(
+                coroutine, name=name, context=context, **options
+            )
+        except BaseException:
+            if coroutine is not coro:
+                coroutine.close()
+            raise
+        if self._handles is not None:
+            self._handles.append(task)
+        return task
+
+    def results(self) -> list[Any]:
+        """Results of everything that was started, in the order of starting; after the block.
+
+        Raises:
+            RuntimeError: the block is not left yet, or was made with ``keep_results=False``.
+        """
+        if self._handles is None:
+            raise RuntimeError("this group was made with keep_results=False")
+        if not self._owner.closed:
+            raise RuntimeError("results() is for after the block")
+        return [handle.result() for handle in self._handles]
+
+    # -- limit --------------------------------------------------------------------------------------
+
+    def _release_slot(self, wakes: Wakes) -> None:
+        """Give the slot of something that is over to the next that waits (under the lock)."""
+        while self._held:
+            if self._held.popleft()(wakes):
+                return
+        self._taken -= 1
+
+    def _let_go(self, call: ArrayFuture[Any], wakes: Wakes) -> bool:
+        """Start a held call; false if it was cancelled meanwhile."""
+        if call.done():
+            return False
+        call._release = self._release_slot
+        call._blocked -= 1
+        if not call._blocked:
+            call._channel._resume()
+        return True
+
+    async def _limited(self, coro: Coroutine[Any, Any, T]) -> T:
+        waiter: LoopWaiter | None = None
+        loop = asyncio.get_running_loop()
+
+        def let_go(wakes: Wakes) -> bool:
+            assert waiter is not None
+            waiter.wake(wakes)
+            return True
+
+        with LOCK:
+            assert self._limit is not None
+            if self._taken < self._limit:
+                self._taken += 1
+            else:
+                waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+                self._held.append(let_go)
+        if waiter is not None:
+            try:
+                await waiter.future
+            except BaseException:
+                coro.close()
+                wakes = Wakes()
+                with LOCK:
+                    if let_go in self._held:
+                        self._held.remove(let_go)
+                    else:
+                        self._release_slot(wakes)
+                wakes.pay()
+                raise
+        try:
+            return await coro
+        finally:
+            wakes = Wakes()
+            with LOCK:
+                self._release_slot(wakes)
+            wakes.pay()
+
+    def _call_done(self, call: ArrayFuture[Any]) -> None:
+        """Let the group fail with a started call, by way of a task that awaits it.
+
+        Where that is too late, the error is not retrieved, and joins on leaving.
+        """
+        if call._state == FAILED and not self._owner.closed:
+            waiting = _wait(call)
+            try:
+                super().create_task(waiting)
+            except RuntimeError:
+                waiting.close()
+
+
+async def _wait(future: ArrayFuture[T]) -> T:
+    try:
+        return await future
+    finally:
+        del future
+
+
+def _members(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            found += _members(error)
+        found.append(error)
+    return found

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker threads: channels that may run are handed to them; they run calls until there is nothing.
+
+The pool is elastic: a thread is added only when a channel has waited about a millisecond with no
+thread idle, and idle ones are reused last in, first out, so that few threads stay warm.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiocolocated import _compat, _service, _settings
+from aiocolocated._loops import Wakes
+from aiocolocated._settings import LOCK
+from aiocolocated._types import RUNNING
+
+if TYPE_CHECKING:
+    from aiocolocated._ordering import ChannelOrder
+
+logger = logging.getLogger("aiocolocated")
+
+_PATIENCE = 0.001  # seconds a runnable channel waits before a thread is added
+_LIMIT_WARNING = 0.5  # seconds a runnable channel waits at the limit before it is reported
+_TURN = 64  # calls of one channel before others get the worker
+
+
+class Job(Protocol):
+    """A call, as a worker sees it."""
+
+    _started: float
+
+    def _execute(self, wakes: Wakes) -> None:
+        """Run the body and settle. Called without the lock; must not raise."""
+
+    def _describe(self) -> str: ...
+
+
+class Lane(Protocol):
+    """A channel, as a worker sees it."""
+
+    _order: ChannelOrder[Any]
+    _stream: int
+    _worker: Worker | None  # of a channel with a thread of its own
+    _nested: bool
+    _runnable_since: float
+
+    def _admit(self, wakes: Wakes) -> None:
+        """Give places that became free to calls that wait for room."""
+
+
+class _Local(threading.local):
+    """What the library knows of this thread."""
+
+    call: Any = None  # the call whose body runs on this thread
+    position: Any = None  # the channel of this thread, see _channels
+    worker: Worker | None = None
+
+
+local = _Local()
+
+
+class Worker:
+    """A thread that serves one lane after another."""
+
+    __slots__ = ("call", "dedicated", "first", "lane", "pool", "seen", "stuck", "waiting", "wake")
+
+    def __init__(self, pool: Pool, first: Lane | None, *, dedicated: bool = False) -> None:
+        self.pool = pool
+        self.first = first
+        self.lane: Lane | None = None  # handed over together with `wake`
+        self.call: Job | None = None
+        self.dedicated = dedicated
+        self.seen: Job | None = None
+        self.stuck = False  # in one body for longer than a moment
+        self.waiting = 0  # nested waits of the body: the slot is given back
+        self.wake = threading.Lock()
+        self.wake.acquire()
+
+    def run(self) -> None:
+        """Serve lanes until idle for too long."""
+        local.worker = self
+        wakes = Wakes()
+        lane, self.first = self.first, None
+        try:
+            while True:
+                if lane is not None:
+                    self._serve(lane, wakes)
+                    lane = None
+                with LOCK:
+                    lane = self.pool.next_lane(self)
+                if lane is not None:
+                    continue
+                if wakes:
+                    wakes.pay()  # last of all: the loop's thread wants the GIL as soon as it wakes
+                lane = self._wait()
+                if lane is None:
+                    return
+        finally:
+            local.worker = None
+
+    def _wait(self) -> Lane | None:
+        timeout = -1.0 if self.dedicated else _settings.current.worker_idle_timeout
+        if not self.wake.acquire(timeout=timeout):
+            with LOCK:
+                if self.pool.retire(self):
+                    return None
+            self.wake.acquire()  # handed a lane at the last moment
+        lane, self.lane = self.lane, None
+        return lane
+
+    def _serve(self, lane: Lane, wakes: Wakes) -> None:
+        order = lane._order
+        _compat.set_execution_stream(lane._stream)
+        turn = 0
+        pool = self.pool
+        while True:
+            with LOCK:
+                if turn >= _TURN and pool.ready and not self.dedicated:
+                    lane._runnable_since = monotonic()
+                    pool.ready.append(lane)
+                    return
+                call = order.next()
+                if call is None:
+                    pool.settle_lane(lane)
+                    return
+                self.call = call
+                call._state = RUNNING
+                if order.room:
+                    lane._admit(wakes)
+            if wakes:
+                wakes.pay()
+            turn += 1
+            call._execute(wakes)
+            self.call = None
+            call = None
+            if self.stuck:
+                with LOCK:
+                    pool.unstick(self)
+
+
+class Pool:
+    """Worker threads, and the lanes that wait for one. Methods are called under the lock."""
+
+    def __init__(self) -> None:
+        self.ready: deque[Lane] = deque()
+        self.idle: list[Worker] = []
+        self.workers: set[Worker] = set()
+        self.lanes: set[Lane] = set()  # with anything queued, running or computing
+        self.waiting = 0  # workers whose body waits inside the library
+        self.stuck = 0  # active workers that are in one body for longer than a moment
+        self.stopping = False
+        self._numbers = 0
+        self._watching = False
+        self._limit_reported = False
+
+    # -- lanes ------------------------------------------------------------------------------------
+
+    def schedule(self, lane: Lane) -> None:
+        """Hand a claimed lane to a worker.
+
+        A thread is woken at once only if all others are stuck in their bodies. One that makes
+        progress will get to the lane sooner than a second one would, for which it would have to give
+        up the interpreter lock.
+        """
+        own = lane._worker
+        if own is not None:
+            self._hand(own, lane)
+            return
+        active = self._active()
+        if self.idle and active <= self.stuck and active < _settings.current.worker_limit:
+            self._hand(self.idle.pop(), lane)
+            return
+        if lane._nested:  # work that a body waits for goes first, or waiting bodies pile up
+            self.ready.appendleft(lane)
+        else:
+            self.ready.append(lane)
+        lane._runnable_since = monotonic()
+        if not self._watching:
+            self._watching = True
+            if not self.workers and not self.stopping:
+                self._add_worker()
+            _service.post(self._start_watch)
+
+    def _start_watch(self) -> None:
+        due = monotonic() + _PATIENCE
+        _service.call_at(due, functools.partial(self._watch, due))
+
+    @staticmethod
+    def _hand(worker: Worker, lane: Lane | None) -> None:
+        worker.lane = lane
+        worker.wake.release()
+
+    def settle_lane(self, lane: Lane) -> None:
+        """Forget a lane that has nothing left."""
+        if lane._order.idle:
+            self.lanes.discard(lane)
+
+    def next_lane(self, worker: Worker) -> Lane | None:
+        """A lane for a worker that has none, or note that it is idle."""
+        if not worker.dedicated:
+            if self.ready and self._active() <= _settings.current.worker_limit:
+                return self.ready.popleft()
+            self.idle.append(worker)
+        return None
+
+    def retire(self, worker: Worker) -> bool:
+        """Let an idle worker end, unless a lane was handed to it meanwhile."""
+        if worker.dedicated or worker not in self.idle:
+            return False
+        self.idle.remove(worker)
+        self.workers.discard(worker)
+        return True
+
+    # -- threads ------------------------------------------------------------------------------------
+
+    def _active(self) -> int:
+        return len(self.workers) - len(self.idle) - self.waiting
+
+    def _add_worker(self, lane: Lane | None = None) -> Worker:
+        worker = Worker(self, lane)
+        self.workers.add(worker)
+        self._numbers += 1
+        _service.start_thread(worker.run, f"aiocolocated-worker-{self._numbers}")
+        return worker
+
+    def add_dedicated(self, name: str) -> Worker:
+        """A worker for one lane, outside the limit."""
+        worker = Worker(self, None, dedicated=True)
+        _service.start_thread(worker.run, f"aiocolocated-channel-{name}")
+        return worker
+
+    def _watch(self, due: float) -> None:
+        """Wake or add threads while lanes wait and no worker makes progress (service thread)."""
+        report: str | None = None
+        with LOCK:
+            if not self.ready:
+                self._watching = self._limit_reported = False
+                return
+            now = monotonic()
+            again = now + _PATIENCE
+            self._look_for_stuck(now, on_time=now - due < _PATIENCE)
+            if self._active() <= self.stuck:
+                report = self._grow(now)
+                if report is not None or self._active() >= _settings.current.worker_limit:
+                    again = now + 0.02
+            _service.call_at(again, functools.partial(self._watch, again))
+        if report:
+            logger.warning("%s", report)
+
+    def _look_for_stuck(self, now: float, *, on_time: bool) -> None:
+        """Note which workers have been in one body for longer than a moment.
+
+        A look that comes late says that threads wait for the interpreter lock, and a worker that
+        does is not stuck: only what was the same at the look before counts then.
+        """
+        for worker in self.workers:
+            call = worker.call
+            if call is None or worker.stuck or worker.waiting:
+                continue
+            if now - call._started >= _PATIENCE and (on_time or worker.seen is call):
+                worker.stuck = True
+                self.stuck += 1
+            worker.seen = call
+
+    def _grow(self, now: float) -> str | None:
+        """Give waiting lanes to idle or new threads, twice as many each time; or say the limit."""
+        settings = _settings.current
+        room = settings.worker_limit - self._active()
+        if room <= 0 or self.stopping:
+            waited = now - min(self.ready[0]._runnable_since, self.ready[-1]._runnable_since)
+            if waited < _LIMIT_WARNING or self._limit_reported:
+                return None
+            self._limit_reported = True
+            return self._limit_report(now)
+        for _ in range(min(room, len(self.ready), max(1, self._active()))):
+            if self.idle:
+                self._hand(self.idle.pop(), self.ready.popleft())
+            elif len(self.workers) < settings.worker_ceiling:
+                self._add_worker(self.ready.popleft())
+        return None
+
+    def unstick(self, worker: Worker) -> None:
+        if worker.stuck:
+            worker.stuck = False
+            self.stuck -= 1
+
+    def _limit_report(self, now: float) -> str:
+        running = ", ".join(
+            f"{call._describe()} for {now - call._started:.1f} s"
+            for worker in self.workers
+            if (call := worker.call) is not None
+        )
+        queued = sum(lane._order.pending for lane in self.lanes)
+        return (
+            f"all {_settings.current.worker_limit} workers (worker_limit) have been busy for over "
+            f"{_LIMIT_WARNING} s while {queued} calls are queued in {len(self.ready)} waiting "
+            f"channels; running: {running or 'nothing'}. Bodies that wait for each other need "
+            "configure(worker_limit=...) of at least their number."
+        )
+
+    # -- waits inside bodies --------------------------------------------------------------------------
+
+    def begin_wait(self, worker: Worker) -> bool:
+        """Give the slot of a waiting body back; false beyond the ceiling."""
+        if self.waiting + 1 >= _settings.current.worker_ceiling:
+            return False
+        worker.waiting += 1
+        if worker.waiting == 1 and not worker.dedicated:
+            self.unstick(worker)
+            self.waiting += 1
+            if self.ready:
+                if self.idle:
+                    self._hand(self.idle.pop(), self.ready.popleft())
+                elif not self.stopping and self._active() < _settings.current.worker_limit:
+                    self._add_worker(self.ready.popleft())
+        return True
+
+    def end_wait(self, worker: Worker) -> None:
+        """The body goes on; for a moment more bodies than the limit may run."""
+        worker.waiting -= 1
+        if worker.waiting == 0 and not worker.dedicated:
+            self.waiting -= 1
+
+    def serve_here(self, lane: Lane) -> None:
+        """Serve a lane on this thread: at exit, when no thread can be started."""
+        wakes = Wakes()
+        worker = Worker(self, None, dedicated=True)
+        worker._serve(lane, wakes)
+        wakes.pay()
+
+    # -- exit -----------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Let the idle threads end, and no more start."""
+        self.stopping = True
+        while self.idle:
+            worker = self.idle.pop()
+            self.workers.discard(worker)
+            self._hand(worker, None)
+
+    def release(self, worker: Worker) -> None:
+        """End a dedicated worker whose lane is closed."""
+        self._hand(worker, None)
+
+
+pool = Pool()

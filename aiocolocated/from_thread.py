@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running coroutines, and awaiting futures, from synchronous code and worker threads.
+
+Inside a body the coroutine runs on the loop whose task submitted the call, as ``anyio.from_thread``
+does it. Elsewhere it runs on a loop that the library keeps in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+from aiocolocated import _service
+from aiocolocated._exceptions import DeadlockError
+from aiocolocated._futures import ArrayFuture, waiting
+from aiocolocated._settings import LOCK
+from aiocolocated._workers import local
+
+__all__ = ("run", "run_sync", "wait")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run(
+    async_fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Run a coroutine function on a loop and wait for its result in this thread.
+
+    Args:
+        async_fn: called on the loop's thread.
+        *args, **kwargs: its arguments.
+
+    Raises:
+        DeadlockError: on a running loop's thread.
+        Exception: what the coroutine raised.
+
+    Cancellation: Ctrl-C, or any error in this thread, cancels the coroutine.
+
+    Thread safety: any thread without a running loop.
+
+    Example:
+        >>> @colocated_python
+        ... def body(x):
+        ...     token = from_thread.run(fetch_token)       # on the server's loop
+        ...     return x * len(token)
+        >>> from_thread.run(main)                          # in a script
+
+    .. versionadded:: 0.1
+    """
+
+    async def call() -> R:
+        return await async_fn(*args, **kwargs)
+
+    return _wait_for(call, None)
+
+
+def run_sync(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a plain function on a loop's thread and wait for its result in this thread.
+
+    Raises: as for :func:`run`.
+
+    .. versionadded:: 0.1
+    """
+
+    async def call() -> R:
+        return fn(*args, **kwargs)
+
+    return _wait_for(call, None)
+
+
+def wait(awaitable: Awaitable[R], timeout: float | None = None) -> R:
+    """Wait in this thread for an array future, or for any other awaitable.
+
+    Args:
+        awaitable: an :class:`ArrayFuture` (no loop needed), a coroutine, or another awaitable.
+        timeout: seconds; ``None`` waits for ever.
+
+    Raises:
+        TimeoutError: time ran out. A call goes on; a coroutine is cancelled.
+        DeadlockError: this thread's wait could never end.
+
+    .. versionadded:: 0.1
+    """
+    if isinstance(awaitable, ArrayFuture):
+        return awaitable.result(timeout)
+
+    async def call() -> R:
+        return await awaitable
+
+    return _wait_for(call, timeout)
+
+
+def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None) -> R:
+    if asyncio._get_running_loop() is not None:
+        raise DeadlockError(
+            "from_thread was called on a running event loop's thread, which it would stop; "
+            "await the coroutine instead"
+        )
+    loop = _loop()
+    future: concurrent.futures.Future[R] = asyncio.run_coroutine_threadsafe(call(), loop)
+    try:
+        with waiting():
+            return future.result(timeout)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    body = local.call
+    if body is not None and body._loop is not None and body._loop.is_running():
+        loop: asyncio.AbstractEventLoop = body._loop
+        return loop
+    return _own_loop()
+
+
+# --- the library's own loop -------------------------------------------------------------------------------
+
+_own: asyncio.AbstractEventLoop | None = None
+
+
+def _own_loop() -> asyncio.AbstractEventLoop:
+    """The library's loop, started on first use and ended at exit."""
+    global _own
+    ready = threading.Event()
+    with LOCK:
+        if _own is not None and _own.is_running():
+            return _own
+        loop = _own = asyncio.new_event_loop()
+
+    async def stay() -> None:
+        ready.set()
+        await _stopped(loop)
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(stay())
+
+    _service.start_thread(serve, "aiocolocated-loop")
+    ready.wait()
+    return loop
+
+
+async def _stopped(loop: asyncio.AbstractEventLoop) -> None:
+    stop = asyncio.Event()
+    _service.at_stop(lambda: loop.call_soon_threadsafe(stop.set))
+    await stop.wait()

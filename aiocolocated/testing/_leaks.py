@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a piece of code leaves behind: threads, tasks, arrays, file descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from time import monotonic, sleep
+from types import CellType, FrameType, TracebackType
+from typing import Any
+
+from aiocolocated.testing._guard import allow_blocking
+
+_STACK_LINES = 8
+_DESCRIPTORS = "/proc/self/fd"
+# A pool's idle thread waits for work in one of these: (end of file name, function).
+_POOLS = {
+    "asyncio_": ("concurrent/futures/thread.py", "_worker"),
+    "AnyIO worker thread": ("anyio/_backends/_asyncio.py", "run"),
+}
+_WAITING = ("threading.py", "queue.py", "blockbuster.py")
+
+# Finds leaks of one kind. Told to describe them it may be slow; before, only their number counts.
+_Kind = Callable[[bool], list[str]]
+
+
+class LeakError(AssertionError):
+    """Something was left behind: ``leaks`` has a text for each thing.
+
+    .. versionadded:: 0.1
+    """
+
+    def __init__(self, *leaks: str) -> None:
+        super().__init__(*leaks)
+        self.leaks = leaks
+
+    def __str__(self) -> str:
+        return "\n".join((f"{len(self.leaks)} left behind:", *self.leaks))
+
+
+class LeakCheck:
+    """Checks that a block leaves nothing behind; a context manager, ``with`` or ``async with``.
+
+    What existed before the block does not count. What is on its way out gets a moment: the check polls
+    until all is gone, or ``timeout``. After an exception in the block nothing is checked.
+
+    Args:
+        threads: Python threads. Threads of this library, an event loop's own executor and anyio are
+            caches and may stay, but have to be idle.
+        tasks: unfinished asyncio tasks of the running loop; only with ``async with``.
+        arrays: live ``jax.Array`` on the default backend and on the CPU.
+        descriptors: open file descriptors, on systems with ``/proc``. Not after a block that started
+            JAX's backend, which opens some for good.
+        collect: run the garbage collector before an array counts as leaked; if false, an array that only a
+            reference cycle holds is reported.
+        timeout: seconds to wait for what is on its way out.
+
+    Raises:
+        LeakError: on leaving; it names threads with their stacks, tasks, shapes of arrays and what
+            holds them, and targets of descriptors.
+
+    Ordering: none. Cancellation: ends the check without a result. Thread safety: it sees the whole
+    process, so nothing else should start or end things meanwhile.
+
+    Example:
+        >>> async with LeakCheck():
+        ...     await program()
+
+    .. versionadded:: 0.1
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: bool = True,
+        tasks: bool = True,
+        arrays: bool = True,
+        descriptors: bool = True,
+        collect: bool = True,
+        timeout: float = 2.0,
+    ) -> None:
+        self._kinds: list[_Kind] = []
+        if threads:
+            self._kinds += [self._leaked_threads, self._leaked_calls]
+        if arrays:
+            self._kinds.append(self._leaked_arrays)
+        if descriptors:
+            self._kinds.append(self._leaked_descriptors)
+        self._tasks = tasks
+        self._collect = collect
+        self._timeout = timeout
+        # Last chance to drop references before arrays count as leaked.
+        self._release: Callable[[], None] = lambda: None
+
+    # -- before -----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with allow_blocking():
+            self._take_stock()
+
+    def _take_stock(self) -> None:
+        self._backend = _backend_started()
+        self._old_threads = weakref.WeakSet(threading.enumerate())
+        self._old_idents = set(sys._current_frames())
+        self._old_calls = len(_calls())
+        # Weakly: the check must not keep arrays alive, and their ids are used again.
+        self._old_arrays = {id(array): weakref.ref(array) for array in _live_arrays()}
+        self._old_descriptors = _open_descriptors()
+
+    def _start_tasks(self) -> None:
+        self._old_tasks = weakref.WeakSet(asyncio.all_tasks())
+
+    # -- after ------------------------------------------------------------------------------------
+
+    def _poll(self, kinds: list[_Kind]) -> Iterator[float]:
+        """Yield the seconds to wait until the next look; raise if something stays."""
+        deadline = monotonic() + self._timeout
+        patience = monotonic() + min(0.05, self._timeout / 2)
+        released = False
+        pause = 0.0005
+        while kinds:
+            with allow_blocking():
+                kinds = [kind for kind in kinds if kind(False)]
+            if not kinds:
+                return
+            now = monotonic()
+            if not released and now >= patience and self._leaked_arrays in kinds:
+                released = True
+                self._release()
+                if self._collect:
+                    gc.collect()
+                continue
+            if now >= deadline:
+                with allow_blocking():
+                    leaks = [leak for kind in kinds for leak in kind(True)]
+                if leaks:
+                    raise LeakError(*leaks)
+                return
+            pause = min(pause * 2, 0.02)
+            yield pause
+
+    def _check(self) -> None:
+        for pause in self._poll(self._kinds):
+            sleep(pause)
+
+    async def _check_tasks(self) -> None:
+        if self._tasks:
+            for pause in self._poll([self._leaked_tasks]):
+                await asyncio.sleep(pause)
+
+    def __enter__(self) -> LeakCheck:
+        self._start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self._check()
+
+    async def __aenter__(self) -> LeakCheck:
+        self._start()
+        self._start_tasks()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            await self._check_tasks()
+            for pause in self._poll(self._kinds):
+                await asyncio.sleep(pause)
+
+    # -- kinds of leaks -----------------------------------------------------------------------------
+
+    def _leaked_threads(self, describe: bool) -> list[str]:
+        leaks = []
+        frames = sys._current_frames()
+        known = {thread.ident: thread for thread in threading.enumerate()}
+        for ident, frame in frames.items():
+            thread = known.get(ident)
+            if ident == threading.get_ident():
+                continue
+            if thread is None:  # started by `_thread`, or by C code that runs Python in it now
+                if ident not in self._old_idents:
+                    leaks.append(f"thread {ident} still runs:\n{_stack(frame)}")
+            elif thread not in self._old_threads and not _is_cached(thread.name, frame):
+                daemon = ", a daemon," if thread.daemon else ""
+                leaks.append(f"thread {thread.name!r}{daemon} still runs:\n{_stack(frame)}")
+        return leaks
+
+    def _leaked_calls(self, describe: bool) -> list[str]:
+        calls = _calls()
+        return [f"call {call!r}" for call in calls] if len(calls) > self._old_calls else []
+
+    def _leaked_tasks(self, describe: bool) -> list[str]:
+        current = asyncio.current_task()
+        return [
+            f"task {task!r}"
+            for task in asyncio.all_tasks()
+            if task is not current and task not in self._old_tasks
+        ]
+
+    def _leaked_arrays(self, describe: bool) -> list[str]:
+        old = self._old_arrays
+        arrays = _live_arrays()
+        return [
+            f"array {_describe(array, arrays)}" if describe else ""
+            for array in arrays
+            if not (id(array) in old and old[id(array)]() is array)
+        ]
+
+    def _leaked_descriptors(self, describe: bool) -> list[str]:
+        if not self._backend and _backend_started():
+            return []
+        mine = _library_descriptors()
+        return [
+            f"descriptor {number} -> {target}"
+            for number, target in _open_descriptors().items()
+            if self._old_descriptors.get(number) != target and number not in mine
+        ]
+
+
+def _stack(frame: FrameType) -> str:
+    return "".join(traceback.format_stack(frame)[-_STACK_LINES:]).rstrip()
+
+
+def _is_cached(name: str, frame: FrameType | None) -> bool:
+    """Whether a thread is one that a pool may keep, and idle."""
+    if name.startswith("aiocolocated"):
+        return True  # whether they are idle, the runtime's list of calls tells
+    for prefix, (file, function) in _POOLS.items():
+        if name.startswith(prefix):
+            while frame is not None and frame.f_code.co_filename.endswith(_WAITING):
+                frame = frame.f_back
+            return (
+                frame is not None
+                and frame.f_code.co_filename.replace("\\", "/").endswith(file)
+                and frame.f_code.co_name == function
+            )
+    return False
+
+
+def _calls() -> list[Any]:
+    import aiocolocated
+
+    return list(aiocolocated.runtime.calls())
+
+
+def _backend_started() -> bool:
+    if "jax" not in sys.modules:
+        return False
+    from aiocolocated import _compat
+
+    return _compat.backend_started()
+
+
+def _live_arrays() -> list[Any]:
+    if not _backend_started():
+        return []
+    import jax
+
+    arrays: list[Any] = []
+    for platform in {jax.default_backend(), "cpu"}:
+        try:
+            arrays += jax.live_arrays(platform)
+        except RuntimeError:  # JAX was told to do without this platform
+            continue
+    return [array for array in arrays if not array.is_deleted()]
+
+
+def _describe(array: Any, arrays: list[Any]) -> str:
+    devices = ", ".join(sorted(str(device) for device in array.devices()))
+    shape = ",".join(map(str, array.shape))
+    text = f"{array.dtype}[{shape}] on {devices}, {array.nbytes} bytes"
+    ours = {id(arrays), id(sys._getframe())}
+    holders = [holder for holder in gc.get_referrers(array) if id(holder) not in ours]
+    named = [name for holder in holders if (name := _name_of(holder)) is not None]
+    return f"{text}; held by {', '.join(named[:3])}" if named else text
+
+
+def _name_of(holder: Any) -> str | None:
+    if isinstance(holder, FrameType):
+        code = holder.f_code
+        if code.co_filename == __file__:
+            return None
+        return f"a frame of {code.co_qualname} ({code.co_filename}:{holder.f_lineno})"
+    if isinstance(holder, CellType):
+        return "a closure"
+    if isinstance(holder, dict):
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__dict__", None) is holder:
+                keys = ", ".join(str(key) for key in holder if not str(key).startswith("__"))
+                return f"module {name}" if len(keys) > 80 else f"module {name} ({keys})"
+    return f"a {type(holder).__qualname__}"
+
+
+def _open_descriptors() -> dict[int, str]:
+    found: dict[int, str] = {}
+    try:
+        numbers = os.listdir(_DESCRIPTORS)
+    except OSError:  # a system without /proc
+        return found
+    for number in numbers:
+        try:
+            found[int(number)] = os.readlink(f"{_DESCRIPTORS}/{number}")
+        except OSError:  # the one that listed the folder
+            continue
+    return found
+
+
+def _library_descriptors() -> set[int]:
+    """Descriptors that the library keeps for a loop and closes with it."""
+    from aiocolocated import _loops
+
+    return {fd for bridge in list(_loops._bridges.values()) if (fd := bridge._fd) is not None}

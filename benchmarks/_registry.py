@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All benchmarks, by name, in the order in which they run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import calls, loop_gap, memory, readiness
+
+if TYPE_CHECKING:
+    from ._model import Benchmark
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for family in (calls, readiness, memory, loop_gap)
+    for benchmark in family.BENCHMARKS
+}

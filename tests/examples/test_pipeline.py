@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline example: the program itself, and the promises of ``open_batches``."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples import pipeline
+from examples.pipeline import Meter, open_batches, tiles
+
+ROOT = Path(__file__).parents[2]
+SIDE = 48
+SIZE = 8
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiles of this session are."""
+    return tmp_path_factory.mktemp("tiles")
+
+
+@pytest.fixture(scope="session")
+def paths(folder: Path) -> list[Path]:
+    """100 tiles: 12 batches and a half."""
+    return tiles.cut(100, SIDE, folder)
+
+
+def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m examples.pipeline`` on small tiles."""
+    command = [sys.executable, "-m", "examples.pipeline", "--folder", str(folder)]
+    return subprocess.run(
+        [*command, "--side", str(SIDE), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def other_tasks() -> set[asyncio.Task[object]]:
+    """Tasks of this loop beside the running one."""
+    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[return-value]
+
+
+def decoded_tiles() -> int:
+    """Single decoded tiles that exist as JAX arrays."""
+    return sum(array.shape == (SIDE, SIDE, 3) for array in jax.live_arrays())
+
+
+def test_program_keeps_order_and_bound(folder: Path) -> None:
+    """The program exits with 0, and so both ways agreed, in order and within the bound."""
+    done = run_program(folder, "--tiles", "100", "--batch", "16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "order kept: yes; same results: yes" in done.stdout
+    peak, bound = map(int, re.findall(r"(\d+) images \(bound (\d+)\)", done.stdout)[0])
+    assert 16 <= peak <= bound == 48
+    assert len(re.findall(r"\d+ images/s", done.stdout)) == 2
+
+
+def test_program_names_a_corrupt_file(tmp_path: Path) -> None:
+    """A damaged file ends the program with its name and without a traceback."""
+    damaged = tiles.cut(64, SIDE, tmp_path)[40]
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    done = run_program(tmp_path, "--tiles", "64", "--batch", "16")
+    assert done.returncode == 1
+    assert "error: tile-00040.jpg is not a readable JPEG" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_cut_makes_distinct_jpegs_once(folder: Path, paths: list[Path]) -> None:
+    """Tiles are real JPEGs of the size asked for, all different, and not made anew."""
+    with Image.open(paths[0]) as image:
+        assert (image.format, image.size) == ("JPEG", (SIDE, SIDE))
+    assert len({path.read_bytes() for path in paths}) == len(paths)
+    before = [path.stat().st_mtime_ns for path in paths]
+    assert tiles.cut(len(paths), SIDE, folder) == paths
+    assert [path.stat().st_mtime_ns for path in paths] == before
+
+
+@pytest.mark.asyncio
+async def test_batches_come_in_order(paths: list[Path]) -> None:
+    """Names and pixels arrive in the order of the files, split over the devices, the rest zeros."""
+    devices = jax.devices()
+    names: list[str] = []
+    async with open_batches(paths, SIZE, devices, decoders=8) as batches:
+        async for batch in batches:
+            assert batch.images.shape == (SIZE, SIDE, SIDE, 3)
+            assert batch.images.sharding == pipeline.split_over(devices)
+            assert len(batch.images.sharding.device_set) == len(devices)
+            pixels = np.asarray(batch.images)
+            for index, name in enumerate(batch.names):
+                path = paths[len(names) + index]
+                assert name == path.name
+                assert np.array_equal(pixels[index], pipeline.decode(path.read_bytes(), name))
+            assert not pixels[len(batch.names) :].any()
+            names += batch.names
+    assert names == [path.name for path in paths]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
+async def test_memory_is_bounded(paths: list[Path], prefetch: int) -> None:
+    """However slow the consumer is, no more batches than promised are in memory."""
+    devices = jax.devices()
+    meter = Meter()
+    bound = (prefetch + 1) * SIZE
+    async with open_batches(paths, SIZE, devices, prefetch=prefetch, meter=meter) as batches:
+        async for batch in batches:
+            await asyncio.sleep(0.02)  # time enough to load more, if that were allowed
+            assert meter.now <= bound
+            assert decoded_tiles() <= prefetch * SIZE
+            assert len(batch.names) <= SIZE
+    assert 2 * SIZE <= meter.peak <= bound
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("leave", ["break", "raise"])
+async def test_leaving_early_stops_everything(paths: list[Path], leave: str) -> None:
+    """After the block nothing is loaded any more, and nothing is left of what was."""
+    meter = Meter()
+    before = other_tasks()
+    consumed = 0
+
+    async def consume() -> None:
+        nonlocal consumed
+        async with open_batches(paths, SIZE, jax.devices(), prefetch=4, meter=meter) as batches:
+            async for batch in batches:
+                consumed += len(batch.names)
+                if consumed == 2 * SIZE:
+                    if leave == "raise":
+                        raise KeyError("enough")
+                    break
+
+    if leave == "break":
+        await consume()
+    else:
+        with pytest.raises(ExceptionGroup) as raised:
+            await consume()
+        assert [repr(error) for error in raised.value.exceptions] == ["KeyError('enough')"]
+    assert consumed == 2 * SIZE
+    assert other_tasks() == before
+    assert decoded_tiles() == 0
+    started = meter.now
+    await asyncio.sleep(0.05)
+    assert meter.now == started < len(paths)
+
+
+@pytest.mark.asyncio
+async def test_cancelling_the_consumer_stops_everything(paths: list[Path]) -> None:
+    """A timeout around the block ends the loading too."""
+    before = other_tasks()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            async with open_batches(paths, SIZE, jax.devices()) as batches:
+                async for _ in batches:
+                    await asyncio.Event().wait()
+    assert other_tasks() == before
+    assert decoded_tiles() == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        pytest.param(b"no JPEG at all", ValueError, id="not-a-jpeg"),
+        pytest.param(None, ValueError, id="truncated"),
+        pytest.param("missing", FileNotFoundError, id="missing"),
+    ],
+)
+async def test_error_names_the_file(
+    tmp_path: Path, content: bytes | str | None, error: type[Exception]
+) -> None:
+    """The consumer's block ends with the error of the one bad file, which the text names."""
+    paths = tiles.cut(40, SIDE, tmp_path)
+    bad = paths[27]
+    if content == "missing":
+        bad.unlink()
+    else:
+        bad.write_bytes(content or bad.read_bytes()[:400])
+    names: list[str] = []
+    before = other_tasks()
+    with pytest.raises(ExceptionGroup) as raised:
+        async with open_batches(paths, SIZE, jax.devices()) as batches:
+            async for batch in batches:
+                names += batch.names
+    (only,) = raised.value.exceptions
+    assert isinstance(only, error)
+    assert bad.name in str(only)
+    assert names == [path.name for path in paths[: len(names)]]
+    assert len(names) <= 24  # the batches before the bad one, as far as they were consumed
+    assert other_tasks() == before
