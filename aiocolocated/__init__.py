@@ -8,45 +8,54 @@ once; channels keep order, task groups give concurrency, and the event loop is n
 from __future__ import annotations
 
 from aiocolocated import from_thread as from_thread
+from aiocolocated._blocks import open_task_channel as open_task_channel
 from aiocolocated._cache import CacheInfo as CacheInfo
-from aiocolocated._channels import TaskChannel as TaskChannel
-from aiocolocated._channels import TaskChannelStatistics as TaskChannelStatistics
-from aiocolocated._channels import open_task_channel as open_task_channel
+from aiocolocated._channels import (
+    TaskChannel as TaskChannel,
+    TaskChannelStatistics as TaskChannelStatistics,
+)
 from aiocolocated._contexts import jax_scope as jax_scope
-from aiocolocated._exceptions import AiocolocatedError as AiocolocatedError
-from aiocolocated._exceptions import ArgumentError as ArgumentError
-from aiocolocated._exceptions import ArrayDeletedError as ArrayDeletedError
-from aiocolocated._exceptions import BodyError as BodyError
-from aiocolocated._exceptions import CallCancelledError as CallCancelledError
-from aiocolocated._exceptions import ChannelClosedError as ChannelClosedError
-from aiocolocated._exceptions import ChannelStoppedError as ChannelStoppedError
-from aiocolocated._exceptions import DeadlockError as DeadlockError
-from aiocolocated._exceptions import ForkedProcessError as ForkedProcessError
-from aiocolocated._exceptions import NotShippableError as NotShippableError
-from aiocolocated._exceptions import RemoteError as RemoteError
-from aiocolocated._exceptions import ShutdownError as ShutdownError
-from aiocolocated._exceptions import SpecError as SpecError
-from aiocolocated._exceptions import TracedCallError as TracedCallError
-from aiocolocated._exceptions import WorkerLimitError as WorkerLimitError
-from aiocolocated._exceptions import WouldBlock as WouldBlock
-from aiocolocated._functions import ColocatedFunction as ColocatedFunction
-from aiocolocated._functions import cache_info as cache_info
-from aiocolocated._functions import clear_caches as clear_caches
-from aiocolocated._functions import colocated_cpu_devices as colocated_cpu_devices
-from aiocolocated._functions import colocated_python as colocated_python
-from aiocolocated._futures import ArrayFuture as ArrayFuture
-from aiocolocated._futures import as_argument as as_argument
-from aiocolocated._runtime import CallInfo as CallInfo
-from aiocolocated._runtime import Runtime as Runtime
-from aiocolocated._runtime import RuntimeStatistics as RuntimeStatistics
-from aiocolocated._runtime import configure as configure
-from aiocolocated._runtime import runtime as runtime
+from aiocolocated._exceptions import (
+    AiocolocatedError as AiocolocatedError,
+    ArgumentError as ArgumentError,
+    ArrayDeletedError as ArrayDeletedError,
+    BodyError as BodyError,
+    CallCancelledError as CallCancelledError,
+    ChannelClosedError as ChannelClosedError,
+    ChannelStoppedError as ChannelStoppedError,
+    DeadlockError as DeadlockError,
+    ForkedProcessError as ForkedProcessError,
+    NotShippableError as NotShippableError,
+    RemoteError as RemoteError,
+    ShutdownError as ShutdownError,
+    SpecError as SpecError,
+    TracedCallError as TracedCallError,
+    WorkerLimitError as WorkerLimitError,
+    WouldBlock as WouldBlock,
+)
+from aiocolocated._functions import (
+    ColocatedFunction as ColocatedFunction,
+    cache_info as cache_info,
+    clear_caches as clear_caches,
+    colocated_cpu_devices as colocated_cpu_devices,
+    colocated_python as colocated_python,
+)
+from aiocolocated._futures import ArrayFuture as ArrayFuture, as_argument as as_argument
+from aiocolocated._runtime import (
+    CallInfo as CallInfo,
+    Runtime as Runtime,
+    RuntimeStatistics as RuntimeStatistics,
+    configure as configure,
+    runtime as runtime,
+)
 from aiocolocated._settings import Settings as Settings
 from aiocolocated._taskgroups import TaskGroup as TaskGroup
 from aiocolocated._types import CallState as CallState
-from aiocolocated._waiting import as_completed as as_completed
-from aiocolocated._waiting import gather as gather
-from aiocolocated._waiting import wait_until_ready as wait_until_ready
+from aiocolocated._waiting import (
+    as_completed as as_completed,
+    gather as gather,
+    wait_until_ready as wait_until_ready,
+)
 
 __version__ = "0.1.0"
 

@@ -12,32 +12,20 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final
 
-from aiocolocated import _service, _settings
-from aiocolocated._exceptions import (
-    ArgumentError,
-    ChannelClosedError,
-    DeadlockError,
-    ShutdownError,
-    WouldBlock,
-)
-from aiocolocated._futures import (
-    ArrayFuture,
-    LoopWaiter,
-    ThreadWaiter,
-    computing,
-    stopped_error,
-    waiting,
-)
+from aiocolocated._calls import Call
+from aiocolocated._exceptions import ArgumentError, ChannelClosedError, DeadlockError
+from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes, bridge_for
-from aiocolocated._ordering import ChannelOrder, Gate, Ticket
-from aiocolocated._owners import Owner, current_owner, enter_owner, leave_owner
+from aiocolocated._ordering import ChannelOrder, Ticket
+from aiocolocated._plans import RunPlan
 from aiocolocated._settings import LOCK
-from aiocolocated._types import READY, RUNNING, OnError
+from aiocolocated._submission import enqueue, gate, stopped_error, submit, take
+from aiocolocated._types import RUNNING, OnError
+from aiocolocated._waiters import LoopWaiter, Waiter
 from aiocolocated._workers import Worker, local, pool
 
 if TYPE_CHECKING:
     from aiocolocated._functions import ColocatedFunction
-    from aiocolocated._futures import Waiter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,11 +33,6 @@ R = TypeVar("R")
 # Stream 0 is the thread's own; small numbers may be thread ids.
 _streams = itertools.count(1 << 32)
 _numbers = itertools.count(1)
-
-gate: Gate[ArrayFuture[Any]] = Gate(_settings.current.multi_device_in_flight)
-shutting_down = False
-watching_slow = False
-slow_call_watch: Callable[[], None] | None = None  # set by _runtime
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,7 +129,9 @@ class TaskChannel:
         dedicated_thread: bool = False,
     ) -> None:
         if max_pending is not None and (not isinstance(max_pending, int) or max_pending < 1):
-            raise ValueError(f"max_pending must be None or an int of at least 1, got {max_pending!r}")
+            raise ValueError(
+                f"max_pending must be None or an int of at least 1, got {max_pending!r}"
+            )
         if not isinstance(max_in_flight, int) or max_in_flight < 1:
             raise ValueError(f"max_in_flight must be an int of at least 1, got {max_in_flight!r}")
         if on_error not in ("continue", "stop"):
@@ -164,7 +149,7 @@ class TaskChannel:
         self._title = title
         self._number = next(_numbers)
         self._stream = next(_streams)
-        self._order: ChannelOrder[ArrayFuture[Any]] = ChannelOrder(
+        self._order: ChannelOrder[Call] = ChannelOrder(
             gate,
             lane=self,
             max_pending=max_pending,
@@ -240,9 +225,7 @@ class TaskChannel:
             raise ticket.error
         return call
 
-    def run(
-        self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> ArrayFuture[R]:
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
         """Call anything in this channel, off the loop: a jitted function, say.
 
         Tracing, compiling and dispatching happen on a worker thread, in the channel's order and on
@@ -257,8 +240,6 @@ class TaskChannel:
             ArgumentError: ``fn`` is a coroutine function or not callable.
         """
         frame = sys._getframe(1)
-        from aiocolocated._functions import RunPlan
-
         plan = RunPlan(fn)
         return submit(plan.prepare(self, args, kwargs, frame.f_code, frame.f_lasti))
 
@@ -382,7 +363,7 @@ class TaskChannel:
             del position.active[last]
 
     def _refuse_own_body(self, what: str) -> None:
-        call: ArrayFuture[Any] | None = local.call
+        call: Call | None = local.call
         if call is not None and call._channel is self:
             raise DeadlockError(
                 f"{what} of channel {self.name!r} was called inside the body of {call._plan.name}, "
@@ -404,7 +385,6 @@ class TaskChannel:
             pool.schedule(self)
         if order.idle:
             self._became_idle(wakes)
-            pool.settle_lane(self)
 
     def _call_failed(self, error: BaseException, wakes: Wakes, *, cancelled: bool) -> None:
         if cancelled:
@@ -425,20 +405,24 @@ class TaskChannel:
 
     def _admit(self, wakes: Wakes) -> None:
         while (ticket := self._order.admit()) is not None:
-            _take(ticket.call)
+            take(ticket.call)
             ticket.waiter.wake(wakes)
         self._resume()
 
-    def _give_up(self, ticket: Ticket[ArrayFuture[Any]]) -> None:
+    def _give_up(self, ticket: Ticket[Call]) -> None:
         """The submitter was cancelled; nobody will have the future of a call that got in."""
         with LOCK:
             room = self._order.room
             if room and ticket in room:
                 room.remove(ticket)
                 return
-        ticket.call.cancel("its submitter was cancelled")
+        wakes = Wakes()
+        with LOCK:
+            ticket.call._cancel(wakes, ": its submitter was cancelled")
+        wakes.pay()
 
     def _became_idle(self, wakes: Wakes) -> None:
+        pool.lanes.discard(self)
         waiters, self._idle_waiters = self._idle_waiters, None
         for waiter in waiters or ():
             waiter.wake(wakes)
@@ -454,83 +438,6 @@ class TaskChannel:
         if self._worker is not None and self._order.closed and self._order.idle:
             worker, self._worker = self._worker, None
             pool.release(worker)
-
-
-# --- submitting -----------------------------------------------------------------------------------
-
-
-def enqueue(
-    call: ArrayFuture[Any], make_waiter: Callable[[], Waiter] | None = None
-) -> Ticket[ArrayFuture[Any]] | None:
-    """Give a call its place; in a full channel a ticket, if the caller can wait, or ``WouldBlock``."""
-    channel = call._channel
-    order = channel._order
-    with LOCK:
-        if order.closed or order.stopped is not None or shutting_down:
-            _refuse(channel)
-        if order.max_pending is not None and not order.has_room():
-            if make_waiter is None:
-                raise WouldBlock(
-                    f"channel {channel.name!r} is full: {order.pending} calls are queued (max_pending="
-                    f"{order.max_pending}) and {len(order.room or ())} submitters wait. "
-                    "Use 'await channel.submit(...)' to wait for room."
-                )
-            ticket = Ticket(call, make_waiter())
-            order.wait_for_room(ticket)
-            return ticket
-        _take(call)
-        if order.push(call):
-            pool.schedule(channel)
-    return None
-
-
-def submit(call: ArrayFuture[Any]) -> ArrayFuture[Any]:
-    """Give a call its place; on a full channel raise on a loop's thread, and wait elsewhere."""
-    if call._channel._order.max_pending is None or asyncio._get_running_loop() is not None:
-        enqueue(call)
-        return call
-    ticket = enqueue(call, ThreadWaiter)
-    if ticket is not None:
-        channel = call._channel
-        try:
-            channel._refuse_own_body("a waiting submit")
-            with waiting():
-                ticket.waiter.lock.acquire()
-        except BaseException:
-            channel._give_up(ticket)
-            raise
-        if ticket.error is not None:
-            raise ticket.error
-    return call
-
-
-def _take(call: ArrayFuture[Any]) -> None:
-    """Count a call that has got its place (under the lock)."""
-    global watching_slow
-    channel = call._channel
-    channel._submitted += 1
-    pool.lanes.add(channel)
-    if not watching_slow and slow_call_watch is not None:
-        watching_slow = True
-        _service.post(slow_call_watch)
-    if call._owner is not None:
-        call._owner.live += 1
-    if call._futures is not None:
-        call._depend_on(call._futures)
-        call._futures = None
-    if channel._dedicated and channel._worker is None:
-        channel._worker = pool.add_dedicated(channel.name)
-
-
-def _refuse(channel: TaskChannel) -> None:
-    if _settings.forked:
-        raise _settings.refuse_fork()
-    if channel._order.closed:
-        raise ChannelClosedError(f"channel {channel.name!r} is closed")
-    if channel._order.stopped is not None:
-        raise stopped_error(channel.name, channel._order.stopped)
-    if shutting_down and local.call is None:
-        raise ShutdownError("the interpreter is exiting: no new calls are taken")
 
 
 # --- the current channel --------------------------------------------------------------------------
@@ -581,7 +488,7 @@ def current_channel() -> TaskChannel:
     A task's activated channel, else the task's own; in a body, the body's own; in other threads, and
     in callbacks of ``call_soon``, the thread's own.
     """
-    call: ArrayFuture[Any] | None = local.call
+    call: Call | None = local.call
     if call is not None and _get_running_loop() is None:
         nested = call._nested_channel
         if nested is None:
@@ -592,129 +499,3 @@ def current_channel() -> TaskChannel:
     if position.active:
         return position.active[-1]
     return position.own
-
-
-# --- a block with a channel of its own --------------------------------------------------------------
-
-
-class open_task_channel:
-    """Asynchronous context manager: opens, activates, drains and closes a :class:`TaskChannel`.
-
-    Colocated calls that the task makes inside the block go to the channel, and the block owns them:
-    leaving it waits for all of them, bodies that were abandoned included, however often the task is
-    cancelled meanwhile. Errors that nobody retrieved are raised on leaving as an
-    :exc:`ExceptionGroup`. When the block is left by an exception, queued calls are cancelled.
-
-    Args: as for :class:`TaskChannel`.
-
-    Ordering: calls of the block run in submission order. Child tasks do not inherit the channel.
-
-    Cancellation: the block cancels its calls, waits until none runs, then re-raises.
-
-    Example:
-        >>> async with open_task_channel("train", max_pending=16) as channel:
-        ...     loss = await channel.run(train_step, state, batch)
-
-    .. versionadded:: 0.1
-    """
-
-    __slots__ = ("_channel", "_options", "_owner")
-
-    def __init__(
-        self,
-        name: str | None = None,
-        *,
-        max_pending: int | None = None,
-        max_in_flight: int = 8,
-        on_error: OnError = "continue",
-        dedicated_thread: bool = False,
-    ) -> None:
-        self._channel = TaskChannel(
-            name,
-            max_pending=max_pending,
-            max_in_flight=max_in_flight,
-            on_error=on_error,
-            dedicated_thread=dedicated_thread,
-        )
-        self._owner = Owner(None)
-
-    async def __aenter__(self) -> TaskChannel:
-        if self._channel.closed:
-            raise ChannelClosedError("open_task_channel() is entered once; call it again")
-        self._owner.parent = current_owner()
-        enter_owner(self._owner)
-        self._channel._activate()
-        return self._channel
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._channel._deactivate()
-        if exc is not None:
-            cancel_owned(self._owner, "its block was left by an exception")
-        cancelled = await settle_owned(self._owner)
-        self._channel._close()
-        leave_owner(self._owner)
-        try:
-            errors = self._owner.take_unretrieved()
-            if exc is not None and not isinstance(exc, asyncio.CancelledError):
-                errors = [e for e in errors if e is not exc]
-                if errors:
-                    raise BaseExceptionGroup("errors in a task channel's block", [exc, *errors])
-                return
-            if errors:
-                raise ExceptionGroup("errors in a task channel's block", cast("Any", errors))
-            if cancelled is not None and exc is None:
-                raise cancelled
-        finally:
-            del exc, tb, cancelled
-
-
-def owned_calls(owner: Owner) -> list[ArrayFuture[Any]]:
-    """The calls of a block that are not over."""
-    with LOCK:
-        return [call for call in calls_in_flight() if call._owner is owner]
-
-
-def calls_in_flight() -> list[ArrayFuture[Any]]:
-    """Every call that is queued, running or computing (under the lock)."""
-    found: list[ArrayFuture[Any]] = []
-    for lane in pool.lanes:
-        order = lane._order
-        if order.running is not None:
-            found.append(order.running)
-        found += [call for call in order.queue if call._state < READY]
-    found += computing
-    return found
-
-
-def cancel_owned(owner: Owner, why: str) -> None:
-    """Cancel every call of a block."""
-    wakes = Wakes()
-    with LOCK:
-        for call in owned_calls(owner):
-            call._cancel(wakes, f": {why}")
-    wakes.pay()
-
-
-async def settle_owned(owner: Owner) -> BaseException | None:
-    """Wait until nothing of a block runs, whatever happens; the last cancellation, if any.
-
-    The first cancellation cancels the block's calls; none of them ends the wait.
-    """
-    interrupted: BaseException | None = None
-    loop = asyncio.get_running_loop()
-    while True:
-        waiter = LoopWaiter(bridge_for(loop), loop.create_future())
-        with LOCK:
-            if not owner.add_quiet_waiter(waiter):
-                return interrupted
-        try:
-            await waiter.future
-        except asyncio.CancelledError as error:
-            if interrupted is None:
-                cancel_owned(owner, "its block was cancelled")
-            interrupted = error

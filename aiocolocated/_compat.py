@@ -12,15 +12,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import mesh as _mesh
-from jax._src import source_info_util as _source_info
+from jax._src import (
+    config as _config,
+    core as _core,
+    mesh as _mesh,
+    source_info_util as _source_info,
+)
 from jax._src.array import ArrayImpl as _ArrayImpl
-from jax._src.lib import xla_client as _xla_client
+from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -121,7 +123,7 @@ def is_by_reference(obj: object) -> bool:
 # different workers may overlap.
 _jax_lib: Any
 try:
-    from jax._src.lib import _jax as _jax_lib
+    from jax._src.lib import _jax as _jax_lib  # type: ignore[attr-defined]
 
     _jax_lib.set_execution_stream_id(_jax_lib.get_execution_stream_id())
     HAS_EXECUTION_STREAMS = True
@@ -167,7 +169,9 @@ def _find_states() -> tuple[_State, ...]:
     from jax._src import layout as _layout
 
     kind = _config.config_ext.Config
-    found: dict[int, Any] = {id(s): s for s in _config.config_states.values() if isinstance(s, kind)}
+    found: dict[int, Any] = {
+        id(s): s for s in _config.config_states.values() if isinstance(s, kind)
+    }
     for module in (_config, _mesh, _layout):
         for value in vars(module).values():
             if isinstance(value, kind):
@@ -236,9 +240,7 @@ def capture_config() -> Snapshot | None:
         _states = _find_states()
     context = _trace_context()
     _find_user_contexts()
-    snapshot = [
-        (state, value) for state in _states if (value := state.get_local()) is not _unset
-    ]
+    snapshot = [(state, value) for state in _states if (value := state.get_local()) is not _unset]
     meshes = _config.mesh_context_manager.value
     if meshes:
         snapshot.append((_MESHES, meshes))
@@ -258,7 +260,7 @@ def _find_user_contexts() -> None:
     """
     global _states, _user_contexts_seen
     kind = getattr(_config, "UserConfig", None)
-    names = getattr(_config.config_ext, "trace_context_names", tuple)()
+    names: tuple[str, ...] = getattr(_config.config_ext, "trace_context_names", tuple)()
     count = names.count("user_context")
     if kind is None or count == _user_contexts_seen:
         return
@@ -360,7 +362,7 @@ def backend_started() -> bool:
     """Whether a JAX backend has been initialised already."""
     from jax._src import xla_bridge
 
-    return cast("bool", xla_bridge.backends_are_initialized())
+    return xla_bridge.backends_are_initialized()
 
 
 # --- CPython ----------------------------------------------------------------------------------------
@@ -373,3 +375,8 @@ def register_at_exit(function: Callable[[], None]) -> None:
     CPython 3.9 to 3.15.
     """
     threading._register_atexit(function)  # type: ignore[attr-defined]
+
+
+def reset_lock(lock: Any) -> None:
+    """Unlock ``lock`` in a forked child, as ``threading`` does with its own. CPython 3.9 on."""
+    lock._at_fork_reinit()

@@ -7,17 +7,19 @@ import asyncio
 import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
 import jax
 
-from aiocolocated import _cache, _channels, _compat, _serialization, _settings, _specs, _values
-from aiocolocated._channels import current_channel, new_channel, submit
+from aiocolocated import _cache, _compat, _serialization, _settings, _specs, _values
+from aiocolocated._calls import Args, Call, Kwargs
+from aiocolocated._channels import TaskChannel, current_channel, new_channel
 from aiocolocated._exceptions import ArgumentError, SpecError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._owners import Owner, current_owner
+from aiocolocated._specializations import FunctionCode, Specialization, no_devices
+from aiocolocated._submission import cancel_owned, settle_owned, submit
 from aiocolocated._types import READY
 from aiocolocated.hosts.inprocess import inprocess_host
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from aiocolocated._specs import Devices, KeyPath
-    from aiocolocated.hosts.base import Host
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,237 +37,9 @@ _get_running_loop = asyncio._get_running_loop
 _tracing = _compat.tracing
 _create = ArrayFuture._create
 
-_LEAF = jax.tree_util.tree_structure(0)
-
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
 
 _serialization.refuse(ArrayFuture)
-_serialization.refuse(_channels.TaskChannel)
-
-
-# --- what a call runs ------------------------------------------------------------------------------
-
-
-class Specialization:
-    """A function prepared for one set of input specs and devices (a ``Plan``)."""
-
-    __slots__ = ("_base", "_out", "_sharding", "_single", "devices", "flat", "in_specs", "name", "out_specs_fn")
-
-    def __init__(
-        self,
-        base: _Base,
-        in_specs: Any,
-        out_specs_fn: Callable[..., Any] | None,
-        devices: Devices | None,
-        flat: tuple[tuple[Any, Any, Any], ...] | None,
-    ) -> None:
-        self._base = base
-        self.name = base.name
-        self.in_specs = in_specs  # (args, kwargs) of specs; None while they are not known
-        self.out_specs_fn = out_specs_fn
-        self.devices = devices
-        self.flat = flat  # (shape, dtype, sharding) per positional argument, if all are arrays
-        self._out: tuple[Any, Any, list[jax.ShapeDtypeStruct]] | None = None
-        self._single: tuple[Any, Any, Any] | None = None  # of an output spec that is one leaf
-        self._sharding: jax.sharding.Sharding | None = None
-
-    @property
-    def host(self) -> str:
-        return self._base.host.name
-
-    def body(self) -> Callable[..., Any]:
-        return self._base.body or self._base.load()
-
-    def futures(self, args: _Args, kwargs: _Kwargs) -> list[ArrayFuture[Any]]:
-        return [x for x in _tree_flatten((args, kwargs))[0] if type(x) is ArrayFuture]
-
-    def bind(self, args: _Args, kwargs: _Kwargs, values: dict[int, Any]) -> tuple[_Args, _Kwargs]:
-        """Put values in place of futures, check the specs that could not be checked, place NumPy."""
-        function = self._base.function
-        what = f"call of {self.name}"
-
-        def name_path(path: KeyPath) -> str:
-            return _specs.argument_path(path, function)
-
-        leaves, tree = _tree_flatten((args, kwargs))
-        if values:
-            leaves = [values[id(x)] if type(x) is ArrayFuture else x for x in leaves]
-            args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
-            if self.in_specs is not None:
-                error = _specs.difference(what, self.in_specs, (args, kwargs), name_path)
-                if error is not None:
-                    raise error
-        with_path, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        devices = _specs.common_devices(
-            what, [(p, x) for p, x in with_path if isinstance(x, jax.Array)], self.devices, name_path
-        )
-        if devices is None:
-            raise _no_devices(self.name)
-        placed: list[Any] = []
-        specs = None
-        if self.in_specs is not None:
-            specs = jax.tree_util.tree_leaves(self.in_specs)
-        for i, (path, leaf) in enumerate(with_path):
-            if _values.is_numpy(leaf):
-                sharding = (specs[i].sharding if specs else None) or _values.placement(devices)
-                leaf = _values.place(leaf, sharding, f"{what}: {name_path(path)}")  # noqa: PLW2901
-            placed.append(leaf)
-        result: tuple[_Args, _Kwargs] = jax.tree_util.tree_unflatten(tree, placed)
-        return result
-
-    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        """Check a result, place its NumPy leaves, and list its arrays."""
-        if type(value) is ArrayImpl:
-            single = self._single
-            if self.out_specs_fn is None or (
-                single is not None
-                and value.shape == single[0]
-                and value.dtype == single[1]
-                and (single[2] is None or (s := value.sharding) is single[2] or s == single[2])
-            ):
-                return value, (value,)
-        value, arrays = _collect(self, value)
-        if self.out_specs_fn is not None:
-            self._check_result(value)
-        return value, arrays
-
-    def place(self, leaf: Any, path: KeyPath) -> Any:
-        if self._sharding is None:
-            if self.devices is None:
-                raise _no_devices(self.name)
-            self._sharding = _values.placement(self.devices)
-        where = f"{self.name} returned {_specs.result_path(path)}"
-        return _values.place(leaf, self._sharding, where)
-
-    def _check_result(self, value: Any) -> None:
-        if self._out is None:
-            assert self.out_specs_fn is not None
-            args, kwargs = self.in_specs if self.in_specs is not None else ((), {})
-            expected = self.out_specs_fn(*args, **kwargs)
-            _specs.check_specs(f"out_specs_fn of {self.name}", expected)
-            leaves, tree = _tree_flatten(expected)
-            self._out = (expected, tree, leaves)
-            if tree == _LEAF:
-                self._single = (leaves[0].shape, leaves[0].dtype, leaves[0].sharding)
-        expected, tree, specs = self._out
-        leaves, got = _tree_flatten(value)
-        if got == tree and all(
-            isinstance(x, jax.Array) and _specs.leaf_differs(spec, x) is None
-            for spec, x in zip(specs, leaves, strict=True)
-        ):
-            return
-        error = _specs.difference(
-            f"{self.name} on host {self.host}", expected, value, _specs.result_path
-        )
-        if error is not None:
-            raise error
-
-
-def _no_devices(name: str) -> SpecError:
-    return SpecError(
-        f"{name} was called without arrays, so there is nothing to tell its devices: use "
-        f"{name}.specialize(devices=...)"
-    )
-
-
-def _collect(plan: Any, value: Any) -> tuple[Any, list[Any]]:
-    """The arrays in a result; NumPy leaves placed; what can only be a mistake refused."""
-    leaves, tree = _tree_flatten(value)
-    arrays: list[Any] = []
-    numpy_seen = False
-    for leaf in leaves:
-        array = _values.array_of(leaf)
-        if array is not None:
-            arrays.append(array)
-        elif _values.is_numpy(leaf):
-            numpy_seen = True
-        elif isinstance(
-            leaf, (ArrayFuture, types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
-        ):
-            if isinstance(leaf, types.CoroutineType):
-                leaf.close()
-            raise ArgumentError(
-                f"{plan.name} returned a {type(leaf).__name__}: a body returns arrays and plain "
-                "values; call result() on a nested future, or pass the future itself on"
-            )
-    if numpy_seen and isinstance(plan, Specialization):
-        with_path, tree = jax.tree_util.tree_flatten_with_path(value)
-        placed = [plan.place(x, path) if _values.is_numpy(x) else x for path, x in with_path]
-        arrays = [a for x in placed if (a := _values.array_of(x)) is not None]
-        value = jax.tree_util.tree_unflatten(tree, placed)
-    return value, arrays
-
-
-class RunPlan:
-    """Any callable, used as it is (a ``Plan``)."""
-
-    __slots__ = ("_function", "host", "name")
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        if not callable(function) or inspect.iscoroutinefunction(function):
-            raise ArgumentError(
-                f"TaskChannel.run takes an ordinary callable, got {function!r}; "
-                "await coroutines in a task of their own"
-            )
-        self._function = function
-        self.name = getattr(function, "__qualname__", None) or repr(function)
-        self.host = "in-process"
-
-    def prepare(
-        self,
-        channel: _channels.TaskChannel,
-        args: _Args,
-        kwargs: _Kwargs,
-        code: CodeType,
-        lasti: int,
-        owner: Owner | None = None,
-    ) -> ArrayFuture[Any]:
-        call = _create(
-            self, args, kwargs, channel, owner or current_owner(), _get_running_loop(), code, lasti
-        )
-        for leaf in _tree_flatten((args, kwargs))[0]:
-            if type(leaf) is ArrayFuture:
-                call._convert = True
-            elif type(leaf) is ArrayImpl and not call._wide:
-                call._wide = len(leaf.sharding.device_set) > 1
-        if call._convert:
-            call._futures = self.futures(args, kwargs)
-        return call
-
-    def body(self) -> Callable[..., Any]:
-        return self._function
-
-    def futures(self, args: _Args, kwargs: _Kwargs) -> list[ArrayFuture[Any]]:
-        return [x for x in _tree_flatten((args, kwargs))[0] if type(x) is ArrayFuture]
-
-    def bind(self, args: _Args, kwargs: _Kwargs, values: dict[int, Any]) -> tuple[_Args, _Kwargs]:
-        leaves, tree = _tree_flatten((args, kwargs))
-        leaves = [values[id(x)] if type(x) is ArrayFuture else x for x in leaves]
-        result: tuple[_Args, _Kwargs] = jax.tree_util.tree_unflatten(tree, leaves)
-        return result
-
-    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        if type(value) is ArrayImpl:
-            return value, (value,)
-        return _collect(self, value)
-
-
-class _Base:
-    """What all specializations of one function share: its code and its cache."""
-
-    __slots__ = ("__weakref__", "body", "cache", "function", "host", "name")
-
-    def __init__(self, function: Callable[..., Any], host: Host) -> None:
-        self.function = function
-        self.name: str = getattr(function, "__qualname__", None) or repr(function)
-        self.host = host
-        self.body: Callable[..., Any] | None = None
-        self.cache: _cache.SpecializationCache[Specialization] = _cache.SpecializationCache()
-
-    def load(self) -> Callable[..., Any]:
-        self.body = self.host.load(self.function)
-        return self.body
+_serialization.refuse(TaskChannel)
 
 
 # --- the public object -----------------------------------------------------------------------------
@@ -292,7 +65,7 @@ class ColocatedFunction(Generic[P, R]):
 
     def __init__(
         self,
-        base: _Base,
+        base: FunctionCode,
         in_specs: Any = None,
         out_specs_fn: Callable[..., Any] | None = None,
         devices: Devices | None = None,
@@ -326,9 +99,9 @@ class ColocatedFunction(Generic[P, R]):
 
     def _prepare_call(
         self,
-        channel: _channels.TaskChannel,
-        args: _Args,
-        kwargs: _Kwargs,
+        channel: TaskChannel,
+        args: Args,
+        kwargs: Kwargs,
         code: CodeType,
         lasti: int,
         owner: Owner | None = None,
@@ -348,7 +121,7 @@ class ColocatedFunction(Generic[P, R]):
                 ):
                     break
             else:
-                return _create(
+                return _create(  # type: ignore[no-any-return]
                     plan,  # type: ignore[arg-type]
                     args,
                     kwargs,
@@ -359,7 +132,7 @@ class ColocatedFunction(Generic[P, R]):
                     lasti,
                 )
         plan, futures, convert = self._specialization(args, kwargs)
-        call = _create(
+        call: ArrayFuture[Any] = _create(
             plan, args, kwargs, channel, owner or current_owner(), _get_running_loop(), code, lasti
         )
         call._futures = futures or None
@@ -367,10 +140,10 @@ class ColocatedFunction(Generic[P, R]):
         return call
 
     def _specialization(
-        self, args: _Args, kwargs: _Kwargs
-    ) -> tuple[Specialization, list[ArrayFuture[Any]], bool]:
+        self, args: Args, kwargs: Kwargs
+    ) -> tuple[Specialization, list[Call], bool]:
         leaves, tree = _tree_flatten((args, kwargs))
-        futures: list[ArrayFuture[Any]] = []
+        futures: list[Call] = []
         parts: list[Any] = []
         convert = static = False
         for leaf in leaves:
@@ -397,7 +170,9 @@ class ColocatedFunction(Generic[P, R]):
             _cache.function_key(self._out_specs_fn),
             self._in_specs_key(),
         )
-        make = functools.partial(self._specialize, args, kwargs, leaves, parts, static, bool(futures))
+        make = functools.partial(
+            self._specialize, args, kwargs, leaves, parts, static, bool(futures)
+        )
         plan = self._base.cache.get(key, make)
         self._last = plan
         return plan, futures, convert
@@ -410,8 +185,8 @@ class ColocatedFunction(Generic[P, R]):
 
     def _specialize(
         self,
-        args: _Args,
-        kwargs: _Kwargs,
+        args: Args,
+        kwargs: Kwargs,
         leaves: list[Any],
         parts: list[Any],
         static: bool,
@@ -436,7 +211,7 @@ class ColocatedFunction(Generic[P, R]):
             what, [(p, x) for p, x in with_path if isinstance(x, jax.Array)], devices, name_path
         )
         if devices is None and not late:
-            raise _no_devices(base.name)
+            raise no_devices(base.name)
         for device in devices or ():
             if device.process_index != base.host.process_index:
                 raise SpecError(
@@ -552,11 +327,12 @@ class ColocatedFunction(Generic[P, R]):
             return [call._value for call in calls]
         finally:
             if owner.live:
-                _channels.cancel_owned(owner, "its map() ended")
-                await _channels.settle_owned(owner)
+                cancel_owned(owner, "its map() ended")
+                await settle_owned(owner)
             owner.take_unretrieved()
             owner.closed = True
-            del self, calls, failed, over
+            del self, calls, over
+            failed.clear()
 
     def __repr__(self) -> str:
         return f"<ColocatedFunction {self._base.name}>"
@@ -655,7 +431,7 @@ def colocated_python(fun: Callable[P, R]) -> ColocatedFunction[P, R]:
             )
     if not callable(fun):
         raise ArgumentError(f"colocated_python takes a function, got {fun!r}")
-    return ColocatedFunction(_Base(fun, inprocess_host()))
+    return ColocatedFunction(FunctionCode(fun, inprocess_host()))
 
 
 @overload

@@ -80,6 +80,7 @@ class ChannelOrder(Generic[C]):
         "room",
         "running",
         "stopped",
+        "wide",
     )
 
     def __init__(
@@ -102,6 +103,7 @@ class ChannelOrder(Generic[C]):
         self.in_flight = 0  # dispatched, arrays still computing
         self.running: C | None = None
         self.claimed = False
+        self.wide = False  # a call turned out to be a multi-device program: expect more of them
         self.closed = False
         self.stopped: BaseException | None = None
 
@@ -149,7 +151,8 @@ class ChannelOrder(Generic[C]):
         self.queue.popleft()
         self.pending -= 1
         self.running = call
-        if call._wide:
+        if call._wide or self.wide:
+            call._wide = True
             self.gate.enter()
         return call
 
@@ -162,7 +165,7 @@ class ChannelOrder(Generic[C]):
                 continue
             if call._blocked or self.in_flight >= self.max_in_flight:
                 return None
-            if call._wide and self.gate.in_flight >= self.gate.limit:
+            if (call._wide or self.wide) and self.gate.in_flight >= self.gate.limit:
                 if self not in self.gate.parked:
                     self.gate.parked.append(self)
                 return None

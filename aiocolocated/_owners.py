@@ -82,12 +82,13 @@ class _Report:
 class Owner:
     """A block that waits for its calls: what a ``TaskGroup`` and ``open_task_channel`` share."""
 
-    __slots__ = ("_failed", "_pruned_at", "_quiet", "closed", "live", "parent")
+    __slots__ = ("_failed", "_pruned_at", "_quiet", "closed", "given_up", "live", "parent")
 
     def __init__(self, parent: Owner | None) -> None:
         self.parent = parent
         self.live = 0  # calls that are not over: abandoned bodies count
         self.closed = False
+        self.given_up = False  # a second Ctrl-C: nobody waits for the calls any more
         self._quiet: list[Any] = []  # waiters for live == 0
         self._failed: list[FailureReport] = []
         self._pruned_at = 16
@@ -112,7 +113,7 @@ class Owner:
 
     def add_quiet_waiter(self, waiter: Any) -> bool:
         """Register a waiter for the moment when no call is left; false if that is now."""
-        if not self.live:
+        if not self.live or self.given_up:
             return False
         self._quiet.append(waiter)
         return True

@@ -10,8 +10,8 @@ import threading
 from time import monotonic
 from typing import Any, final
 
-from aiocolocated import _channels, _compat, _service, _settings
-from aiocolocated._futures import ArrayFuture
+from aiocolocated import _compat, _service, _settings, _submission
+from aiocolocated._calls import Call
 from aiocolocated._loops import Wakes
 from aiocolocated._settings import LOCK, Settings
 from aiocolocated._types import CANCELLED, QUEUED, READY, RUNNING, CallState
@@ -90,14 +90,14 @@ class Runtime:
             ...     print(call.function, call.state, f"{call.age:.1f} s", call.where)
         """
         with LOCK:
-            calls = list(_channels.calls_in_flight())
+            calls = list(_submission.calls_in_flight())
             now = monotonic()
             return sorted((_info(c, now) for c in calls), key=lambda c: -c.age)
 
     def statistics(self) -> RuntimeStatistics:
         """Counters and gauges of this moment."""
         with LOCK:
-            calls = _channels.calls_in_flight()
+            calls = _submission.calls_in_flight()
             states = [_state(c) for c in calls]
             return RuntimeStatistics(
                 workers=len(pool.workers),
@@ -116,13 +116,13 @@ class Runtime:
         return f"<aiocolocated.runtime {self.statistics()}>"
 
 
-def _state(call: ArrayFuture[Any]) -> str:
+def _state(call: Call) -> str:
     if call._state == CANCELLED or call._state >= READY:
         return "abandoned"
     return CallState(call._state).name.lower()
 
 
-def _info(call: ArrayFuture[Any], now: float) -> CallInfo:
+def _info(call: Call, now: float) -> CallInfo:
     return CallInfo(
         function=call._plan.name,
         channel=call._channel.name,
@@ -160,7 +160,7 @@ def configure(**changes: Any) -> Settings:
             raise TypeError(f"configure() has no setting {name!r}; there are: {sorted(known)}")
     settings = _settings.change(**changes)
     with LOCK:
-        _channels.gate.limit = settings.multi_device_in_flight
+        _submission.gate.limit = settings.multi_device_in_flight
     return settings
 
 
@@ -173,14 +173,14 @@ def _look_for_slow_calls() -> None:
     """Log running calls that are slow, each once (service thread)."""
     limit = _settings.current.slow_call
     if limit is None:
-        _channels.watching_slow = False
+        _submission.watching_slow = False
         return
     now = monotonic()
     slow: list[CallInfo] = []
     with LOCK:
-        calls = _channels.calls_in_flight()
+        calls = _submission.calls_in_flight()
         if not calls:
-            _channels.watching_slow = False
+            _submission.watching_slow = False
             _reported.clear()
             return
         _reported.intersection_update(map(id, calls))
@@ -204,7 +204,7 @@ def _look_for_slow_calls() -> None:
         )
 
 
-_channels.slow_call_watch = _look_for_slow_calls
+_submission.slow_call_watch = _look_for_slow_calls
 
 
 # --- exit ----------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def _at_exit() -> None:
     if _settings.forked:
         return
     with LOCK:
-        _channels.shutting_down = True
+        _submission.shutting_down = True
         pool.stopping = True
     grace = _settings.current.exit_grace
     deadline = None if grace is None else monotonic() + grace
@@ -238,7 +238,7 @@ def _at_exit() -> None:
 
 def _busy() -> bool:
     with LOCK:
-        return bool(_channels.calls_in_flight())
+        return bool(_submission.calls_in_flight())
 
 
 def _run_stranded() -> None:
@@ -254,7 +254,7 @@ def _give_up(grace: float | None) -> None:
     """The grace is over: cancel what is queued, name what runs, and end the process."""
     wakes = Wakes()
     with LOCK:
-        calls = _channels.calls_in_flight()
+        calls = _submission.calls_in_flight()
         for call in calls:
             if call._state == QUEUED:
                 call._cancel(wakes, ": the interpreter exits")
@@ -266,9 +266,10 @@ def _give_up(grace: float | None) -> None:
         for c in running
     ]
     why = "was interrupted" if grace is None else f"gave {grace} s (exit_grace)"
-    print(
-        f"aiocolocated: exit {why}; these calls still run and are abandoned:\n" + "\n".join(lines),
-        file=sys.stderr,
+    sys.stderr.write(
+        "\n".join(
+            [f"aiocolocated: exit {why}; these calls still run and are abandoned:", *lines, ""]
+        )
     )
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -58,7 +58,7 @@ def carry_by_reference(kind: type[Any]) -> None:
     _by_reference.append(kind)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not typed
     def __init__(self, file: io.BytesIO, references: list[Any]) -> None:
         super().__init__(file)
         self._references = references

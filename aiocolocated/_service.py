@@ -24,7 +24,7 @@ logger = logging.getLogger("aiocolocated")
 THREAD_NAME = "aiocolocated-service"
 _IDLE_SECONDS = 5.0
 
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 # Finalizers may run at any allocation in any thread: they only put here.
 inbox: SimpleQueue[Action | None] = SimpleQueue()

@@ -8,6 +8,7 @@ import os
 import threading
 from typing import Any
 
+from aiocolocated import _compat
 from aiocolocated._exceptions import ForkedProcessError
 
 # One re-entrant lock guards every state machine. It is held for a few hundred nanoseconds and no
@@ -73,8 +74,9 @@ def refuse_fork() -> ForkedProcessError:
 
 
 def _after_fork_in_child() -> None:
-    global forked, LOCK
+    global forked
     forked = True
+    _compat.reset_lock(LOCK)  # another thread, which the child lacks, may have held it
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

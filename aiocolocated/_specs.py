@@ -47,7 +47,9 @@ def describe(x: Any) -> str:
         text = f"{x.dtype}[{','.join(map(str, x.shape))}]"
         sharding = getattr(x, "sharding", None)
         return text if sharding is None else f"{text} on {sharding}"
-    return f"a {type(x).__name__} ({str(x)[:60]!r})" if isinstance(x, str) else f"{type(x).__name__}"
+    return (
+        f"a {type(x).__name__} ({str(x)[:60]!r})" if isinstance(x, str) else f"{type(x).__name__}"
+    )
 
 
 def leaf_differs(spec: jax.ShapeDtypeStruct, x: Any) -> str | None:
@@ -73,7 +75,7 @@ def difference(
     """The first difference of a tree from a tree of specs, in words; ``None`` if it fits."""
     expected_leaves, expected_def = jax.tree_util.tree_flatten_with_path(expected)
     got_leaves, got_def = jax.tree_util.tree_flatten_with_path(got)
-    if expected_def != got_def:
+    if expected_def != got_def:  # type: ignore[operator]
         return SpecError(f"{what}: the tree differs: expected {expected_def}, got {got_def}")
     for (path, spec), (_, leaf) in zip(expected_leaves, got_leaves, strict=True):
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):

@@ -13,14 +13,17 @@ from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from aiocolocated._channels import cancel_owned, new_channel, settle_owned, submit
+from aiocolocated._channels import new_channel
 from aiocolocated._exceptions import ArgumentError
-from aiocolocated._functions import ColocatedFunction, RunPlan
-from aiocolocated._futures import ArrayFuture, LoopWaiter
+from aiocolocated._functions import ColocatedFunction
+from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes, bridge_for
 from aiocolocated._owners import Owner, current_owner, enter_owner, leave_owner
+from aiocolocated._plans import RunPlan
 from aiocolocated._settings import LOCK
+from aiocolocated._submission import cancel_owned, settle_owned, submit
 from aiocolocated._types import FAILED
+from aiocolocated._waiters import LoopWaiter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,7 +135,7 @@ class TaskGroup(asyncio.TaskGroup):
         self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> ArrayFuture[R]: ...
     @overload
-    def start_soon(
+    def start_soon(  # type: ignore[overload-overlap] # a coroutine is a result, too
         self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Task[T]: ...
     @overload
@@ -176,7 +179,7 @@ class TaskGroup(asyncio.TaskGroup):
             self._handles.append(call)
         return call
 
-    def create_task(  # type: ignore[override]
+    def create_task(
         self,
         coro: Generator[Any, None, T] | Coroutine[Any, Any, T] | ArrayFuture[T],
         *,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -56,7 +57,7 @@ def array_of(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, jax.core.Tracer):
             return None
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return _compat.key_data(leaf)
     return None
 

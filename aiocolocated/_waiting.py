@@ -13,10 +13,11 @@ import jax
 from aiocolocated import _readiness, _values
 from aiocolocated._compat import all_ready
 from aiocolocated._exceptions import CallCancelledError
-from aiocolocated._futures import ArrayFuture, LoopWaiter
+from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import LoopBridge, Wakes, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, FAILED, READY
+from aiocolocated._waiters import LoopWaiter
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -137,11 +138,11 @@ class _Counted:
 
 
 @overload
-async def gather(*awaitables: Awaitable[R], return_exceptions: Literal[False] = False) -> list[R]: ...
-@overload
 async def gather(
-    *awaitables: Awaitable[R], return_exceptions: bool
-) -> list[R | BaseException]: ...
+    *awaitables: Awaitable[R], return_exceptions: Literal[False] = False
+) -> list[R]: ...
+@overload
+async def gather(*awaitables: Awaitable[R], return_exceptions: bool) -> list[R | BaseException]: ...
 async def gather(*awaitables: Awaitable[Any], return_exceptions: bool = False) -> list[Any]:
     """Wait for many futures with one wake-up, and return their results in order.
 
@@ -168,7 +169,7 @@ async def gather(*awaitables: Awaitable[Any], return_exceptions: bool = False) -
     .. versionadded:: 0.1
     """
     loop = asyncio.get_running_loop()
-    others = [
+    others: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(aw) for aw in awaitables if type(aw) is not ArrayFuture
     ]
     rest = iter(others)
@@ -183,9 +184,7 @@ async def gather(*awaitables: Awaitable[Any], return_exceptions: bool = False) -
                     if other is not item and other.done():
                         _look(other)
                 return [await item]  # raises
-        return [
-            item._value if type(item) is ArrayFuture else item.result() for item in items
-        ]
+        return [item._value if type(item) is ArrayFuture else item.result() for item in items]
     finally:
         del items, others, awaitables
 

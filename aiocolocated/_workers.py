@@ -126,7 +126,6 @@ class Worker:
                     return
                 call = order.next()
                 if call is None:
-                    pool.settle_lane(lane)
                     return
                 self.call = call
                 call._state = RUNNING
@@ -135,7 +134,10 @@ class Worker:
             if wakes:
                 wakes.pay()
             turn += 1
-            call._execute(wakes)
+            try:
+                call._execute(wakes)
+            except BaseException:  # a bug of ours must not take the thread and the channel with it
+                logger.exception("internal error in a worker")
             self.call = None
             call = None
             if self.stuck:
@@ -194,11 +196,6 @@ class Pool:
     def _hand(worker: Worker, lane: Lane | None) -> None:
         worker.lane = lane
         worker.wake.release()
-
-    def settle_lane(self, lane: Lane) -> None:
-        """Forget a lane that has nothing left."""
-        if lane._order.idle:
-            self.lanes.discard(lane)
 
     def next_lane(self, worker: Worker) -> Lane | None:
         """A lane for a worker that has none, or note that it is idle."""

@@ -15,8 +15,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiocolocated import _service
 from aiocolocated._exceptions import DeadlockError
-from aiocolocated._futures import ArrayFuture, waiting
+from aiocolocated._futures import ArrayFuture
 from aiocolocated._settings import LOCK
+from aiocolocated._waiters import waiting
 from aiocolocated._workers import local
 
 __all__ = ("run", "run_sync", "wait")
@@ -25,9 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def run(
-    async_fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-) -> R:
+def run(async_fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Run a coroutine function on a loop and wait for its result in this thread.
 
     Args:
@@ -86,7 +85,8 @@ def wait(awaitable: Awaitable[R], timeout: float | None = None) -> R:
     .. versionadded:: 0.1
     """
     if isinstance(awaitable, ArrayFuture):
-        return awaitable.result(timeout)
+        result: R = awaitable.result(timeout)
+        return result
 
     async def call() -> R:
         return await awaitable

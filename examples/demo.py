@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import math
 import sys
@@ -29,7 +30,8 @@ from examples.server import model, work
 from examples.server.__main__ import MODES
 from examples.server.launch import run_server
 
-PROBE_PERIOD = 0.01  # seconds
+PROBES = 16
+PROBE_PERIOD = 0.01  # seconds, between the probes of all connections
 
 
 @dataclasses.dataclass
@@ -53,23 +55,26 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 async def probe_health(
-    client: httpx.AsyncClient, latencies: list[float], stop: asyncio.Event
+    url: str, due: float, period: float, latencies: list[float], stop: asyncio.Event
 ) -> None:
-    """Ask ``/healthz`` every few milliseconds until ``stop``; appends seconds to ``latencies``.
+    """Ask ``/healthz`` at ``due`` and every ``period`` seconds, on a connection kept open.
 
-    The probes do not wait for each other: a server that stalls delays all that fall into the stall.
+    Appends the seconds from when a probe was due to its answer: after a stall, the probes that the
+    stall held up count as well. A plain socket, because a busy HTTP client adds milliseconds.
     """
-
-    async def probe(due: float) -> None:
-        (await client.get("/healthz")).raise_for_status()
+    address = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    while not stop.is_set():
+        await asyncio.sleep(due - time.perf_counter())
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readuntil(b"}")  # the body is a small JSON object
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"the health check failed: {head!r}")
         latencies.append(time.perf_counter() - due)
-
-    due = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        while not stop.is_set():
-            group.create_task(probe(due))
-            due += PROBE_PERIOD
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        due += period
+    writer.close()
+    await writer.wait_closed()
 
 
 async def measure(url: str, uploads: list[bytes], labels: list[int], concurrency: int) -> Measured:
@@ -79,11 +84,7 @@ async def measure(url: str, uploads: list[bytes], labels: list[int], concurrency
     correct = failed = 0
     todo = iter(list(zip(uploads, labels, strict=True)))
 
-    # Clients of their own for load and probes: a probe must not queue for a connection.
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-        httpx.AsyncClient(base_url=url, timeout=60) as probe_client,
-    ):
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
 
         async def send() -> None:
             nonlocal correct, failed
@@ -96,11 +97,15 @@ async def measure(url: str, uploads: list[bytes], labels: list[int], concurrency
                 else:
                     failed += 1
 
-        await probe_client.get("/healthz")  # connected, before the clock starts
+        # Open the connections before the clock starts.
+        await asyncio.gather(*(client.get("/healthz") for _ in range(concurrency)))
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            group.create_task(probe_health(probe_client, health, stop))
             start = time.perf_counter()
+            for i in range(PROBES):
+                due = start + i * PROBE_PERIOD
+                probe = probe_health(url, due, PROBES * PROBE_PERIOD, health, stop)
+                group.create_task(probe)
             await asyncio.gather(*(send() for _ in range(concurrency)))
             elapsed = time.perf_counter() - start
             stop.set()
@@ -194,6 +199,7 @@ def main() -> int:
         drawn = [work.encode_png(image) for image in digits.test_images[: args.requests]]
         uploads = [drawn[i] for i in chosen]
         labels = [int(digits.test_labels[i]) for i in chosen]
+        gc.freeze()  # a full collection here would look like a slow server
         for disk in dict.fromkeys((0.0, args.slow_disk_ms)):
             for mode in args.modes:
                 print(f"running the server: {mode}{', slow disk' if disk else ''} ...", flush=True)

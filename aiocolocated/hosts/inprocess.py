@@ -24,9 +24,10 @@ class InProcessHost(Host):
 
     def load(self, function: Callable[..., Any]) -> Callable[..., Any]:
         with self._lock:
-            copy = self._copies.get(function)
-            if copy is None:
-                copy = self._copies[function] = _Copy()
+            try:
+                copy = self._copies.setdefault(function, _Copy())
+            except TypeError:  # a callable object that is not hashable or takes no weak references
+                copy = _Copy()
         with copy.lock:
             if copy.body is None:
                 copy.body = _serialization.copy_function(function)

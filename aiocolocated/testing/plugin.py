@@ -131,7 +131,8 @@ class _Checks:
         self.passed = False
         self._item = item
         self._stack = contextlib.ExitStack()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # Weakly: a closed loop may hold what its last task had.
+        self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
         self._after_setup: LeakCheck | None = None
         if self._wanted("leak_check"):
             self.check_leaks()
@@ -185,7 +186,7 @@ class _Checks:
             return await function(*args, **kwargs)
         if self.leaks is not None:
             if loop not in _seen_loops:
-                self._loop, self._after_setup = loop, self._new_leak_check()
+                self._loop, self._after_setup = weakref.ref(loop), self._new_leak_check()
                 _seen_loops.add(loop)
             self.leaks._start_tasks()
         if self.gap is None:
@@ -215,6 +216,10 @@ class _Checks:
                 )
         self.passed = True
 
+    def _loop_is_open(self) -> bool:
+        loop = None if self._loop is None else self._loop()
+        return loop is not None and not loop.is_closed()
+
     def close(self) -> None:
         self._stack.close()
         if not self.passed:  # what a failed test holds says nothing; its traceback holds its values
@@ -224,7 +229,7 @@ class _Checks:
         check = self.leaks
         if check is None:
             return
-        if self._after_setup is not None and self._loop is not None and not self._loop.is_closed():
+        if self._after_setup is not None and self._loop_is_open():
             # A loop for several tests: its own descriptors, opened in the set-up of its first one,
             # stay open.
             check = self._after_setup

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asyncio data pipeline over image files (``python -m examples.pipeline``).
 
-Files are read, decoded on the host of the devices, batched, put on the devices and prefetched
+Files are read, decoded on the hosts of the devices, put on the devices in batches and prefetched
 while the consumer computes. The order of the files is kept, memory is bounded, an error names its
 file, and leaving the block early stops everything.
 
@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import io
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,13 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 
-from aiocolocated import TaskGroup, colocated_cpu_devices, colocated_python, open_task_channel
+from aiocolocated import (
+    TaskGroup,
+    colocated_cpu_devices,
+    colocated_python,
+    gather,
+    open_task_channel,
+)
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -59,25 +65,28 @@ class Meter:
         self.peak = max(self.peak, self.now)
 
 
-def decode(data: bytes, name: str) -> Pixels:
-    """Decode a JPEG to ``u8[height, width, 3]``.
+@colocated_python
+def decode(
+    jpegs: Sequence[bytes], names: Sequence[str], count: int, shape: tuple[int, int]
+) -> Pixels:
+    """Decode JPEGs to ``u8[count, height, width, 3]``, with zeros where there are fewer.
 
     Raises:
-        ValueError: the data is no JPEG or is damaged; the text names the file.
+        ValueError: one is damaged, no JPEG, or of another shape; the text names it.
     """
-    try:
-        with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError) as exc:
-        raise ValueError(f"{name} is not a readable JPEG") from exc
+    images = np.zeros((count, *shape, 3), np.uint8)
+    for row, jpeg, name in zip(images, jpegs, names, strict=False):
+        try:
+            with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
+                row[...] = image.convert("RGB")
+        except (OSError, SyntaxError, ValueError) as exc:
+            raise ValueError(f"{name} is not a readable JPEG of shape {shape}") from exc
+    return images
 
 
-def stack(images: Sequence[npt.ArrayLike], size: int) -> Pixels:
-    """Copy images of one shape into ``u8[size, height, width, 3]``, with zeros at the end."""
-    batch = np.zeros((size, *np.shape(images[0])), np.uint8)
-    for row, image in zip(batch, images, strict=False):
-        row[...] = image
-    return batch
+async def read_file(path: Path) -> bytes:
+    """Fetch a file from the disk."""
+    return await anyio.Path(path).read_bytes()
 
 
 def split_over(devices: Sequence[jax.Device]) -> NamedSharding:
@@ -85,29 +94,30 @@ def split_over(devices: Sequence[jax.Device]) -> NamedSharding:
     return NamedSharding(Mesh(devices, ("batch",)), PartitionSpec("batch"))
 
 
-decode_on_host = colocated_python(decode)
-stack_on_host = colocated_python(stack)
-
-
 @asynccontextmanager
 async def open_batches(
     paths: Sequence[Path],
     size: int,
+    shape: tuple[int, int],
     devices: Sequence[jax.Device],
     *,
     prefetch: int = 2,
-    decoders: int = 4,
+    fetch: Callable[[Path], Coroutine[None, None, bytes]] = read_file,
     meter: Meter | None = None,
 ) -> AsyncIterator[AsyncGenerator[Batch]]:
     """Load image files in batches, in order, while the consumer works on earlier ones.
 
+    Each device's part of a batch is decoded on that device's host; all parts of all batches that
+    are being loaded are decoded at the same time.
+
     Args:
-        paths: JPEG files, all of one height and width.
+        paths: JPEG files.
         size: images per batch; a multiple of the number of devices.
+        shape: height and width of every image.
         devices: where the batches go.
         prefetch: batches that are loaded ahead of the consumer. With the one that the consumer
             has, ``(prefetch + 1) * size`` images are in memory at most.
-        decoders: images of a batch that are decoded at the same time.
+        fetch: how a file is read; called for all files of a batch at the same time.
         meter: counts the images in memory.
 
     Yields:
@@ -117,17 +127,24 @@ async def open_batches(
         ExceptionGroup: a file could not be read (``OSError``) or decoded (``ValueError``).
     """
     meter = meter or Meter()
-    sharding = split_over(devices)
-    decode_here = decode_on_host.specialize(devices=colocated_cpu_devices(devices)[0])
+    hosts = colocated_cpu_devices(devices)
+    decode_on = [decode.specialize(devices=host) for host in hosts]
+    part = size // len(devices)
 
     async def load(files: Sequence[Path]) -> Batch:
         meter.add(len(files))
         names = [file.name for file in files]
-        data = [await anyio.Path(file).read_bytes() for file in files]
-        images = await decode_here.map(data, names, limit=decoders)
-        batch = await stack_on_host(images, size)
+        fetching = [group.create_task(fetch(file)) for file in files]
+        jpegs = [await task for task in fetching]
+        parts = [
+            group.start_soon(function, jpegs[i : i + part], names[i : i + part], part, shape)
+            for function, i in zip(decode_on, range(0, size, part), strict=True)
+        ]
+        on_hosts = jax.make_array_from_single_device_arrays(
+            (size, *shape, 3), split_over(hosts), await gather(*parts)
+        )
         async with open_task_channel() as channel:
-            return Batch(await channel.run(jax.device_put, batch, sharding), names)
+            return Batch(await channel.run(jax.device_put, on_hosts, split_over(devices)), names)
 
     waiting = deque(paths[start : start + size] for start in range(0, len(paths), size))
     loading: deque[asyncio.Task[Batch]] = deque()
@@ -143,7 +160,7 @@ async def open_batches(
             held = len(batch.names)
             yield batch
 
-    async with TaskGroup() as group:
+    async with TaskGroup(keep_results=False) as group:
         async with aclosing(in_order()) as batches:
             yield batches
         for task in loading:  # the consumer has left before the end

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
 from pathlib import Path
 
 import jax
@@ -17,9 +17,10 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from aiocolocated import open_task_channel
-from examples.pipeline import Meter, decode, open_batches, split_over, stack, tiles
+from examples.pipeline import Batch, Meter, decode, open_batches, read_file, split_over, tiles
 
-Result = tuple[list[str], npt.NDArray[np.float32]]
+Rows = npt.NDArray[np.float32]
+Result = tuple[list[str], Rows]
 
 
 @jax.jit
@@ -31,43 +32,39 @@ def features(images: jax.Array) -> jax.Array:
     return jnp.column_stack([images.mean(axis=(1, 2)), down + right])
 
 
-async def analyse(
-    paths: Sequence[Path],
-    size: int,
-    devices: Sequence[jax.Device],
-    *,
-    prefetch: int,
-    decoders: int,
-    meter: Meter,
-) -> Result:
+async def analyse(batches: AsyncIterable[Batch], total: int) -> Result:
     """Compute the features of all images while the next ones are loaded."""
     names: list[str] = []
-    rows: list[npt.NDArray[np.float32]] = []
-    options = {"prefetch": prefetch, "decoders": decoders}
-    with tqdm(total=len(paths), unit=" images", disable=None) as bar:
-        async with (
-            open_batches(paths, size, devices, **options, meter=meter) as batches,
-            open_task_channel() as channel,
-        ):
+    rows: list[Rows] = []
+    with tqdm(total=total, unit=" images", disable=None) as bar:
+        async with open_task_channel() as channel:
             async for batch in batches:
                 values = await channel.run(features, batch.images)
-                names += batch.names
                 rows.append(np.asarray(values)[: len(batch.names)])
+                names += batch.names
                 bar.update(len(batch.names))
     return names, np.concatenate(rows)
 
 
-def analyse_in_a_loop(paths: Sequence[Path], size: int, devices: Sequence[jax.Device]) -> Result:
+def analyse_in_a_loop(
+    paths: Sequence[Path],
+    size: int,
+    shape: tuple[int, int],
+    devices: Sequence[jax.Device],
+    latency: float = 0,
+) -> Result:
     """The same without any concurrency: each step waits for the one before."""
     names: list[str] = []
-    rows: list[npt.NDArray[np.float32]] = []
+    rows: list[Rows] = []
     sharding = split_over(devices)
     for start in range(0, len(paths), size):
         files = paths[start : start + size]
-        images = [decode(file.read_bytes(), file.name) for file in files]
-        values = features(jax.device_put(stack(images, size), sharding))
-        names += [file.name for file in files]
+        new = [file.name for file in files]
+        time.sleep(latency * len(files))
+        images = decode.__wrapped__([file.read_bytes() for file in files], new, size, shape)
+        values = features(jax.device_put(images, sharding))
         rows.append(np.asarray(values)[: len(files)])
+        names += new
     return names, np.concatenate(rows)
 
 
@@ -79,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--side", type=int, default=224, help="their height and width (%(default)s)")
     add("--batch", type=int, default=32, help="images per batch, a multiple of 8 (%(default)s)")
     add("--prefetch", type=int, default=2, help="batches loaded ahead (%(default)s)")
-    add("--decoders", type=int, default=4, help="images decoded at a time (%(default)s)")
+    add("--fetch-ms", type=float, default=0, help="SIMULATION: every file takes longer to read")
     add("--folder", type=Path, help="where the tiles are kept (your cache)")
     return parser.parse_args()
 
@@ -89,22 +86,25 @@ def main() -> int:
     args = parse_arguments()
     jax.config.update("jax_num_cpu_devices", 8)
     devices = jax.devices()
+    shape = (args.side, args.side)
     paths = tiles.cut(args.tiles, args.side, args.folder)
-    analyse_in_a_loop(paths[: args.batch], args.batch, devices)  # compiles
-
+    analyse_in_a_loop(paths[: args.batch], args.batch, shape, devices)  # compile, for both
     meter = Meter()
+    latency = args.fetch_ms / 1e3
+
+    async def fetch(path: Path) -> bytes:
+        await asyncio.sleep(latency)
+        return await read_file(path)
+
+    async def pipeline() -> Result:
+        async with open_batches(
+            paths, args.batch, shape, devices, prefetch=args.prefetch, fetch=fetch, meter=meter
+        ) as batches:
+            return await analyse(batches, len(paths))
+
     start = time.perf_counter()
     try:
-        names, rows = asyncio.run(
-            analyse(
-                paths,
-                args.batch,
-                devices,
-                prefetch=args.prefetch,
-                decoders=args.decoders,
-                meter=meter,
-            )
-        )
+        names, rows = asyncio.run(pipeline())
     except ExceptionGroup as errors:
         for error in errors.exceptions:
             print(f"error: {error}", file=sys.stderr)
@@ -112,7 +112,7 @@ def main() -> int:
     seconds = time.perf_counter() - start
 
     start = time.perf_counter()
-    names_in_loop, rows_in_loop = analyse_in_a_loop(paths, args.batch, devices)
+    names_in_loop, rows_in_loop = analyse_in_a_loop(paths, args.batch, shape, devices, latency)
     seconds_in_loop = time.perf_counter() - start
 
     in_order = names == names_in_loop == [path.name for path in paths]

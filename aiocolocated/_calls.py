@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls: their states, what moves them from one to the next, and how their bodies are run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from aiocolocated import _compat, _contexts, _readiness, _service
+from aiocolocated._exceptions import BodyError, CallCancelledError
+from aiocolocated._loops import Wakes
+from aiocolocated._owners import FailureReport, Owner
+from aiocolocated._settings import LOCK
+from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
+from aiocolocated._waiters import Waiter
+from aiocolocated._workers import local, pool
+
+if TYPE_CHECKING:
+    from aiocolocated._channels import TaskChannel
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+class Plan(Protocol):
+    """What a call runs, and how its results are checked."""
+
+    @property
+    def name(self) -> str:
+        """Of the function, for errors and listings."""
+
+    @property
+    def host(self) -> str:
+        """Of the host that runs the body."""
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether the body is a JAX program, so that its arrays say which devices it runs on."""
+
+    def body(self) -> Callable[..., Any]:
+        """The function to call, shipped if that is needed (worker thread)."""
+
+    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Call]:
+        """The futures among the arguments."""
+
+    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
+        """Arguments as the body sees them; ``values`` by ``id`` of their future (worker thread)."""
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        """The result as the caller sees it, and the arrays to wait for (worker thread)."""
+
+
+class Call:
+    """One invocation of a body; :class:`ArrayFuture` is its public face."""
+
+    __slots__ = (
+        "__weakref__",
+        "_args",
+        "_blocked",
+        "_channel",
+        "_code",
+        "_config",
+        "_context",
+        "_convert",
+        "_dependencies",
+        "_dependents",
+        "_dispatch_waiters",
+        "_futures",
+        "_kwargs",
+        "_lasti",
+        "_loop",
+        "_nested_channel",
+        "_owner",
+        "_plan",
+        "_release",
+        "_report",
+        "_started",
+        "_state",
+        "_submitted",
+        "_traceback",
+        "_value",
+        "_waiter_count",
+        "_waiters",
+        "_waiting_on",
+        "_wide",
+    )
+
+    _plan: Plan
+    _args: Args
+    _kwargs: Kwargs
+    _channel: TaskChannel
+    _owner: Owner | None
+    _loop: asyncio.AbstractEventLoop | None
+    _code: CodeType  # of the caller, with the place of its call expression
+    _lasti: int
+    _context: contextvars.Context | None
+    _config: _compat.Snapshot | None
+    _submitted: float  # monotonic seconds
+    _started: float
+    _state: int
+    _value: Any  # the result, or the error
+    _traceback: TracebackType | None  # where every raise of the error starts
+    _blocked: int  # dependencies that are not dispatched yet
+    _wide: bool  # a multi-device program
+    _convert: bool  # the arguments need work before the body sees them
+    _waiter_count: int
+    _waiters: list[Waiter] | None
+    _dispatch_waiters: list[Waiter] | None
+    _futures: list[Call] | None  # among the arguments, until submitted
+    _dependencies: list[Call] | None
+    _dependents: list[Call] | None
+    _report: FailureReport | None
+    _waiting_on: Call | None  # what the body waits for
+    _nested_channel: TaskChannel | None  # of the calls that the body makes
+    _release: Callable[[Wakes], None] | None  # gives a task group's slot back
+
+    @classmethod
+    def _create(
+        cls,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        channel: TaskChannel,
+        owner: Owner | None,
+        loop: asyncio.AbstractEventLoop | None,
+        code: CodeType,
+        lasti: int,
+    ) -> Any:
+        self = cls.__new__(cls)
+        self._plan = plan
+        self._args = args
+        self._kwargs = kwargs
+        self._channel = channel
+        self._owner = owner
+        self._loop = loop
+        self._code = code
+        self._lasti = lasti
+        self._context = contextvars.copy_context()
+        self._config = _compat.capture_config()
+        self._submitted = monotonic()
+        self._started = 0.0
+        self._state = QUEUED
+        self._value = None
+        self._traceback = None
+        self._blocked = 0
+        self._wide = False
+        self._convert = False
+        self._waiter_count = 0
+        self._waiters = None
+        self._dispatch_waiters = None
+        self._futures = None
+        self._dependencies = None
+        self._dependents = None
+        self._report = None
+        self._waiting_on = None
+        self._nested_channel = None
+        self._release = None
+        return self
+
+    def _where(self) -> str:
+        line = self._code.co_firstlineno
+        for start, end, number in self._code.co_lines():
+            if start <= self._lasti < end and number is not None:
+                line = number
+        return f"{self._code.co_filename}:{line}"
+
+    def _describe(self) -> str:
+        return f"{self._plan.name} (submitted at {self._where()})"
+
+    def _title(self) -> str:
+        return (
+            f"colocated call {self._plan.name} on host {self._plan.host}, channel "
+            f"{self._channel.name!r}, submitted at {self._where()}"
+        )
+
+    # -- waiters (any thread) -----------------------------------------------------------------------------
+
+    def _add_waiter(self, waiter: Waiter, phase: int) -> bool:
+        """Register a waiter; false if the call has got that far already."""
+        with LOCK:
+            if self._state >= phase:
+                return False
+            if phase == READY:
+                if self._waiters is None:
+                    self._waiters = [waiter]
+                else:
+                    self._waiters.append(waiter)
+            elif self._dispatch_waiters is None:
+                self._dispatch_waiters = [waiter]
+            else:
+                self._dispatch_waiters.append(waiter)
+            self._waiter_count += 1
+            return True
+
+    def _drop_waiter(self, waiter: Waiter, phase: int, *, cancelled: bool) -> None:
+        """Take a waiter back; the last one that was cancelled takes the call with it."""
+        wakes = Wakes()
+        with LOCK:
+            waiters = self._waiters if phase == READY else self._dispatch_waiters
+            if waiters is None or waiter not in waiters:
+                return
+            waiters.remove(waiter)
+            self._waiter_gone(wakes, cancelled)
+        wakes.pay()
+
+    def _waiter_gone(self, wakes: Wakes, cancelled: bool) -> None:
+        self._waiter_count -= 1
+        if cancelled and not self._waiter_count and self._state < READY:
+            self._cancel(wakes, ": its last waiter was cancelled")
+
+    # -- transitions (under the lock) ---------------------------------------------------------------------
+
+    def _depend_on(self, dependencies: list[Call]) -> None:
+        """Wait for other calls to be dispatched before this one starts.
+
+        Until it starts this call counts as a waiter of them, and shares their fate.
+        """
+        waiting: list[Call] = []
+        for dependency in dependencies:
+            if dependency._state >= READY:
+                continue
+            waiting.append(dependency)
+            if dependency._dependents is None:
+                dependency._dependents = []
+            dependency._dependents.append(self)
+            dependency._waiter_count += 1
+            if dependency._state < DISPATCHED:
+                self._blocked += 1
+        self._dependencies = waiting or None
+
+    def _release_dependencies(self, wakes: Wakes) -> None:
+        """This call has started, or never will."""
+        dependencies, self._dependencies = self._dependencies, None
+        for dependency in dependencies or ():
+            if dependency._dependents is not None and self in dependency._dependents:
+                dependency._dependents.remove(self)
+                dependency._waiter_gone(wakes, self._state == CANCELLED)
+
+    def _unblock_dependents(self) -> None:
+        for dependent in self._dependents or ():
+            dependent._blocked -= 1
+            if not dependent._blocked and dependent._state == QUEUED:
+                dependent._channel._resume()
+
+    def _settle(self, wakes: Wakes, state: int, value: Any) -> None:
+        """The one way to ``READY``, ``FAILED`` and ``CANCELLED``."""
+        before = self._state
+        self._state = state
+        self._value = value
+        waiters, self._waiters = self._waiters, None
+        if waiters is not None:
+            for waiter in waiters:
+                waiter.wake(wakes)
+        if self._dispatch_waiters is not None:
+            self._wake_dispatched(wakes)
+        if self._dependents is not None:
+            if state == READY:
+                if before < DISPATCHED:
+                    self._unblock_dependents()
+                self._dependents = None
+            else:
+                wakes.cascade(partial(self._settle_dependents, wakes))
+        if before == QUEUED:
+            self._args = self._kwargs = self._context = None  # type: ignore[assignment]
+            if self._dependencies is not None:
+                wakes.cascade(partial(self._release_dependencies, wakes))
+            self._channel._call_left_queue(wakes)
+            self._over(wakes)
+
+    def _wake_dispatched(self, wakes: Wakes) -> None:
+        waiters, self._dispatch_waiters = self._dispatch_waiters, None
+        for waiter in waiters or ():
+            self._waiter_count -= 1
+            waiter.wake(wakes)
+
+    def _settle_dependents(self, wakes: Wakes) -> None:
+        """Queued dependents fail, or are cancelled, with this call; running ones find out."""
+        dependents, self._dependents = self._dependents, None
+        for dependent in dependents or ():
+            if dependent._state != QUEUED:
+                continue
+            if self._state == FAILED:
+                if self._report is not None:
+                    self._report.retrieve()
+                dependent._fail(wakes, self._value, self._traceback)
+            else:
+                dependent._cancel(wakes, f": it depends on {self._describe()}")
+
+    def _cancel(self, wakes: Wakes, why: str) -> bool:
+        if self._state >= READY:
+            return False
+        state = self._state
+        error = CallCancelledError(
+            f"{self._title()}, was cancelled while {_STATE_WORDS[state]}{why}"
+        )
+        self._settle(wakes, CANCELLED, error)
+        self._channel._call_failed(error, wakes, cancelled=True)
+        return True
+
+    def _fail(self, wakes: Wakes, error: BaseException, traceback: TracebackType | None) -> None:
+        if self._state >= READY:
+            return
+        self._traceback = traceback
+        self._report = FailureReport(error, self._describe(), self._loop)
+        if self._owner is not None:
+            self._owner.call_failed(self._report)
+        self._settle(wakes, FAILED, error)
+        self._channel._call_failed(error, wakes, cancelled=False)
+
+    def _over(self, wakes: Wakes) -> None:
+        """Settled, and nothing of the call runs any more."""
+        self._loop = None
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.call_over(wakes)
+        if self._release is not None:
+            release, self._release = self._release, None
+            release(wakes)
+
+    # -- running (worker thread) ---------------------------------------------------------------------------
+
+    def _execute(self, wakes: Wakes) -> None:
+        """Run the body and settle."""
+        self._started = monotonic()
+        error: BaseException | None = None
+        value: Any = None
+        arrays: Sequence[Any] = ()
+        ready = True
+        local.call = self
+        try:
+            value, arrays = self._run_body()
+            if arrays:
+                ready = _compat.all_ready(arrays)
+                if ready:
+                    _readiness.raise_failed(arrays)
+        except BaseException as exc:
+            error = self._as_error(exc)
+        local.call = None
+        self._nested_channel = None
+        order = self._channel._order
+        with LOCK:
+            order.body_ended()
+            if error is not None:
+                if self._state == RUNNING:
+                    self._fail(wakes, error, error.__traceback__)
+                self._computed(wakes)
+            elif ready:
+                if self._state == RUNNING:
+                    self._settle(wakes, READY, value)
+                self._computed(wakes)
+            else:
+                order.in_flight += 1
+                computing.add(self)
+                if not self._wide and self._plan.dispatches and _on_several_devices(arrays):
+                    self._wide = order.wide = True
+                    order.gate.enter()
+                if self._state == RUNNING:
+                    self._state = DISPATCHED
+                    self._value = value
+                    if self._dispatch_waiters is not None:
+                        self._wake_dispatched(wakes)
+                    if self._dependents is not None:
+                        self._unblock_dependents()
+        if not ready:
+            _readiness.when_ready(arrays, partial(self._arrays_ready, arrays))
+
+    def _run_body(self) -> tuple[Any, Sequence[Any]]:
+        plan, args, kwargs = self._plan, self._args, self._kwargs
+        context = self._context
+        config, self._config = self._config, None
+        self._args = self._kwargs = self._context = None  # type: ignore[assignment]
+        if self._convert:
+            args, kwargs = self._bind(args, kwargs)
+        body = plan.body()
+        assert context is not None
+        options = context.get(_contexts.scope)
+        if config is None and not options:
+            value = context.run(body, *args, **kwargs)
+        else:
+            value = context.run(_contexts.run_configured, config, options or (), body, args, kwargs)
+        del args, kwargs
+        return plan.finish(value)
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with the futures' values in place of the futures."""
+        wakes = Wakes()
+        values: dict[int, Any] = {}
+        with LOCK:
+            for dependency in self._plan.futures(args, kwargs):
+                if dependency._state == FAILED:
+                    if dependency._report is not None:
+                        dependency._report.retrieve()
+                    raise dependency._value.with_traceback(dependency._traceback)
+                if dependency._state == CANCELLED:
+                    self._cancel(wakes, f": it depends on {dependency._describe()}")
+                    raise CallCancelledError(*dependency._value.args)
+                values[id(dependency)] = dependency._value
+            self._release_dependencies(wakes)
+        wakes.pay()
+        return self._plan.bind(args, kwargs, values)
+
+    def _as_error(self, error: BaseException) -> BaseException:
+        """The exception that waiters get: traceback from the body on, notes attached once."""
+        traceback = error.__traceback__
+        while traceback is not None and _is_ours(traceback):
+            traceback = traceback.tb_next
+        error.__traceback__ = traceback
+        if not isinstance(error, Exception) or isinstance(
+            error, (StopIteration, StopAsyncIteration)
+        ):
+            cause = error
+            error = BodyError(f"{self._plan.name} raised {type(cause).__name__}: {_text(cause)}")
+            error.__cause__ = cause
+        try:
+            notes: Sequence[str] = getattr(error, "__notes__", ())
+            if not any(note.startswith("colocated call ") for note in notes):
+                error.add_note(self._title())
+        except Exception:  # an exception class that does not want notes
+            _service.logger.debug("no note on %s", type(error).__name__, exc_info=True)
+        return error
+
+    def _arrays_ready(self, arrays: Sequence[Any]) -> None:
+        """The poller found every array computed (service thread)."""
+        error: BaseException | None = None
+        try:
+            _readiness.raise_failed(arrays)
+        except Exception as exc:
+            error = self._as_error(exc)
+        wakes = Wakes()
+        with LOCK:
+            computing.discard(self)
+            if self._channel._order.computed():
+                pool.schedule(self._channel)
+            if self._state == DISPATCHED:
+                if error is not None:
+                    self._fail(wakes, error, error.__traceback__)
+                else:
+                    self._settle(wakes, READY, self._value)
+            self._computed(wakes)
+        wakes.pay()
+
+    def _computed(self, wakes: Wakes) -> None:
+        if self._wide:
+            self._channel._leave_gate()
+        self._over(wakes)
+        channel = self._channel
+        if channel._order.idle:
+            channel._became_idle(wakes)
+
+
+_STATE_WORDS = {QUEUED: "queued", RUNNING: "running", DISPATCHED: "its arrays were computing"}
+
+# Calls whose body has returned and whose arrays are computing; for `runtime.calls()` and exit.
+computing: set[Call] = set()
+
+
+def _on_several_devices(arrays: Sequence[Any]) -> bool:
+    return any(len(a.sharding.device_set) > 1 for a in arrays)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be made)"
+
+
+def _is_ours(traceback: TracebackType) -> bool:
+    name = traceback.tb_frame.f_globals.get("__name__", "")
+    return isinstance(name, str) and (name.startswith((_PACKAGE + "._", _PACKAGE + ".hosts")))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specializations: a function prepared for one set of specs and devices, and its shipped code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from aiocolocated import _cache, _compat, _specs, _values
+from aiocolocated._exceptions import SpecError
+from aiocolocated._futures import ArrayFuture
+from aiocolocated._plans import collect, futures_among
+
+if TYPE_CHECKING:
+    from aiocolocated._calls import Args, Call, Kwargs
+    from aiocolocated._specs import Devices, KeyPath
+    from aiocolocated.hosts.base import Host
+
+ArrayImpl = _compat.ArrayImpl
+_tree_flatten = jax.tree_util.tree_flatten
+_LEAF = jax.tree_util.tree_structure(0)
+
+
+class Specialization:
+    """A function prepared for one set of input specs and devices (a ``Plan``)."""
+
+    __slots__ = (
+        "_base",
+        "_out",
+        "_sharding",
+        "_single",
+        "devices",
+        "flat",
+        "in_specs",
+        "name",
+        "out_specs_fn",
+    )
+
+    dispatches = False
+
+    def __init__(
+        self,
+        base: FunctionCode,
+        in_specs: Any,
+        out_specs_fn: Callable[..., Any] | None,
+        devices: Devices | None,
+        flat: tuple[tuple[Any, Any, Any], ...] | None,
+    ) -> None:
+        self._base = base
+        self.name = base.name
+        self.in_specs = in_specs  # (args, kwargs) of specs; None while they are not known
+        self.out_specs_fn = out_specs_fn
+        self.devices = devices
+        self.flat = flat  # (shape, dtype, sharding) per positional argument, if all are arrays
+        self._out: tuple[Any, Any, list[jax.ShapeDtypeStruct]] | None = None
+        self._single: tuple[Any, Any, Any] | None = None  # of an output spec that is one leaf
+        self._sharding: jax.sharding.Sharding | None = None
+
+    @property
+    def host(self) -> str:
+        return self._base.host.name
+
+    def body(self) -> Callable[..., Any]:
+        return self._base.body or self._base.load()
+
+    def futures(self, args: Args, kwargs: Kwargs) -> list[Call]:
+        return futures_among(args, kwargs)
+
+    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
+        """Put values in place of futures, check the specs that could not be checked, place NumPy."""
+        function = self._base.function
+        what = f"call of {self.name}"
+
+        def name_path(path: KeyPath) -> str:
+            return _specs.argument_path(path, function)
+
+        leaves, tree = _tree_flatten((args, kwargs))
+        if values:
+            leaves = [values[id(x)] if type(x) is ArrayFuture else x for x in leaves]
+            args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+            if self.in_specs is not None:
+                error = _specs.difference(what, self.in_specs, (args, kwargs), name_path)
+                if error is not None:
+                    raise error
+        with_path, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        devices = _specs.common_devices(
+            what,
+            [(p, x) for p, x in with_path if isinstance(x, jax.Array)],
+            self.devices,
+            name_path,
+        )
+        if devices is None:
+            raise no_devices(self.name)
+        placed: list[Any] = []
+        specs = None
+        if self.in_specs is not None:
+            specs = jax.tree_util.tree_leaves(self.in_specs)
+        for i, (path, leaf) in enumerate(with_path):
+            if _values.is_numpy(leaf):
+                sharding = (specs[i].sharding if specs else None) or _values.placement(devices)
+                leaf = _values.place(leaf, sharding, f"{what}: {name_path(path)}")
+            placed.append(leaf)
+        result: tuple[Args, Kwargs] = jax.tree_util.tree_unflatten(tree, placed)
+        return result
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        """Check a result, place its NumPy leaves, and list its arrays."""
+        if type(value) is ArrayImpl:
+            single = self._single
+            if self.out_specs_fn is None or (
+                single is not None
+                and value.shape == single[0]
+                and value.dtype == single[1]
+                and (single[2] is None or (s := value.sharding) is single[2] or s == single[2])
+            ):
+                return value, (value,)
+        value, arrays = collect(self.name, value, self.place)
+        if self.out_specs_fn is not None:
+            self._check_result(value)
+        return value, arrays
+
+    def place(self, leaf: Any, path: KeyPath) -> Any:
+        if self._sharding is None:
+            if self.devices is None:
+                raise no_devices(self.name)
+            self._sharding = _values.placement(self.devices)
+        where = f"{self.name} returned {_specs.result_path(path)}"
+        return _values.place(leaf, self._sharding, where)
+
+    def _check_result(self, value: Any) -> None:
+        if self._out is None:
+            assert self.out_specs_fn is not None
+            args, kwargs = self.in_specs if self.in_specs is not None else ((), {})
+            expected = self.out_specs_fn(*args, **kwargs)
+            _specs.check_specs(f"out_specs_fn of {self.name}", expected)
+            leaves, tree = _tree_flatten(expected)
+            self._out = (expected, tree, leaves)
+            if tree == _LEAF:  # type: ignore[operator]
+                self._single = (leaves[0].shape, leaves[0].dtype, leaves[0].sharding)
+        expected, tree, specs = self._out
+        leaves, got = _tree_flatten(value)
+        if got == tree and all(  # type: ignore[operator]
+            isinstance(x, jax.Array) and _specs.leaf_differs(spec, x) is None
+            for spec, x in zip(specs, leaves, strict=True)
+        ):
+            return
+        error = _specs.difference(
+            f"{self.name} on host {self.host}", expected, value, _specs.result_path
+        )
+        if error is not None:
+            raise error
+
+
+def no_devices(name: str) -> SpecError:
+    return SpecError(
+        f"{name} was called without arrays, so there is nothing to tell its devices: use "
+        f"{name}.specialize(devices=...)"
+    )
+
+
+class FunctionCode:
+    """What all specializations of one function share: its code and its cache."""
+
+    __slots__ = ("__weakref__", "body", "cache", "function", "host", "name")
+
+    def __init__(self, function: Callable[..., Any], host: Host) -> None:
+        self.function = function
+        self.name: str = getattr(function, "__qualname__", None) or repr(function)
+        self.host = host
+        self.body: Callable[..., Any] | None = None
+        self.cache: _cache.SpecializationCache[Specialization] = _cache.SpecializationCache()
+
+    def load(self) -> Callable[..., Any]:
+        self.body = self.host.load(self.function)
+        return self.body

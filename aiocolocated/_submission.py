@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Submission: a call gets its place in a channel; and what is known of all calls in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from aiocolocated import _service, _settings
+from aiocolocated._calls import Call, computing
+from aiocolocated._exceptions import (
+    ChannelClosedError,
+    ChannelStoppedError,
+    ShutdownError,
+    WouldBlock,
+)
+from aiocolocated._loops import Wakes, bridge_for
+from aiocolocated._ordering import Gate, Ticket
+from aiocolocated._owners import Owner
+from aiocolocated._settings import LOCK
+from aiocolocated._types import READY
+from aiocolocated._waiters import LoopWaiter, ThreadWaiter, Waiter, waiting
+from aiocolocated._workers import local, pool
+
+if TYPE_CHECKING:
+    from aiocolocated._channels import TaskChannel
+
+C = TypeVar("C", bound=Call)
+
+gate: Gate[Call] = Gate(_settings.current.multi_device_in_flight)
+shutting_down = False
+watching_slow = False
+slow_call_watch: Callable[[], None] | None = None  # set by _runtime
+
+
+def enqueue(call: Call, make_waiter: Callable[[], Waiter] | None = None) -> Ticket[Call] | None:
+    """Give a call its place; in a full channel a ticket, if the caller can wait, or ``WouldBlock``."""
+    channel = call._channel
+    order = channel._order
+    if _settings.forked:
+        raise _settings.refuse_fork()
+    with LOCK:
+        if order.closed or order.stopped is not None or shutting_down:
+            _refuse(channel)
+        if order.max_pending is not None and not order.has_room():
+            if make_waiter is None:
+                raise WouldBlock(
+                    f"channel {channel.name!r} is full: {order.pending} calls are queued (max_pending="
+                    f"{order.max_pending}) and {len(order.room or ())} submitters wait. "
+                    "Use 'await channel.submit(...)' to wait for room."
+                )
+            ticket = Ticket(call, make_waiter())
+            order.wait_for_room(ticket)
+            return ticket
+        take(call)
+        if order.push(call):
+            pool.schedule(channel)
+    return None
+
+
+def submit(call: C) -> C:
+    """Give a call its place; on a full channel raise on a loop's thread, and wait elsewhere."""
+    if call._channel._order.max_pending is None or asyncio._get_running_loop() is not None:
+        enqueue(call)
+        return call
+    ticket = enqueue(call, ThreadWaiter)
+    if ticket is not None:
+        channel = call._channel
+        try:
+            channel._refuse_own_body("a waiting submit")
+            with waiting():
+                ticket.waiter.lock.acquire()
+        except BaseException:
+            channel._give_up(ticket)
+            raise
+        if ticket.error is not None:
+            raise ticket.error
+    return call
+
+
+def take(call: Call) -> None:
+    """Count a call that has got its place (under the lock)."""
+    global watching_slow
+    channel = call._channel
+    channel._submitted += 1
+    pool.lanes.add(channel)
+    if not watching_slow and slow_call_watch is not None:
+        watching_slow = True
+        _service.post(slow_call_watch)
+    if call._owner is not None:
+        call._owner.live += 1
+    if call._futures is not None:
+        call._depend_on(call._futures)
+        call._futures = None
+    if channel._dedicated and channel._worker is None:
+        channel._worker = pool.add_dedicated(channel.name)
+
+
+def _refuse(channel: TaskChannel) -> None:
+    if channel._order.closed:
+        raise ChannelClosedError(f"channel {channel.name!r} is closed")
+    if channel._order.stopped is not None:
+        raise stopped_error(channel.name, channel._order.stopped)
+    if shutting_down and local.call is None:
+        raise ShutdownError("the interpreter is exiting: no new calls are taken")
+
+
+def stopped_error(name: str, cause: BaseException) -> ChannelStoppedError:
+    error = ChannelStoppedError(
+        f"channel {name!r} was opened with on_error='stop' and an earlier call failed: {cause!r}"
+    )
+    error.__cause__ = cause
+    return error
+
+
+def owned_calls(owner: Owner) -> list[Call]:
+    """The calls of a block that are not over."""
+    with LOCK:
+        return [call for call in calls_in_flight() if call._owner is owner]
+
+
+def calls_in_flight() -> list[Call]:
+    """Every call that is queued, running or computing (under the lock)."""
+    found: list[Call] = []
+    for lane in pool.lanes:
+        order = lane._order
+        if order.running is not None:
+            found.append(order.running)
+        found += [call for call in order.queue if call._state < READY]
+    found += computing
+    return found
+
+
+def cancel_owned(owner: Owner, why: str) -> None:
+    """Cancel every call of a block."""
+    wakes = Wakes()
+    with LOCK:
+        for call in owned_calls(owner):
+            call._cancel(wakes, f": {why}")
+    wakes.pay()
+
+
+async def settle_owned(owner: Owner) -> BaseException | None:
+    """Wait until nothing of a block runs, whatever happens; the last cancellation, if any.
+
+    The first cancellation cancels the block's calls; none of them ends the wait, but a second Ctrl-C
+    does: :class:`asyncio.Runner` then cancels every task while it handles the ``KeyboardInterrupt``.
+    """
+    interrupted: BaseException | None = None
+    loop = asyncio.get_running_loop()
+    while True:
+        waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+        with LOCK:
+            if not owner.add_quiet_waiter(waiter):
+                return interrupted
+        try:
+            await waiter.future
+        except asyncio.CancelledError as error:
+            if interrupted is None:
+                cancel_owned(owner, "its block was cancelled")
+            interrupted = error
+            if isinstance(error.__context__, KeyboardInterrupt):
+                owner.given_up = True
