@@ -370,22 +370,28 @@ class Call:
                         self._unblock_dependents()
         if not ready:
             _readiness.when_ready(arrays, partial(self._arrays_ready, arrays))
+        # The frames of a failed body refer to this one (``f_back``), which must hold nothing then.
+        del self, error, value, arrays
 
     def _run_body(self) -> tuple[Any, Sequence[Any]]:
         plan, args, kwargs = self._plan, self._args, self._kwargs
         context = self._context
         config, self._config = self._config, None
         self._args = self._kwargs = self._context = None  # type: ignore[assignment]
-        if self._convert:
-            args, kwargs = self._bind(args, kwargs)
-        body = plan.body()
-        assert context is not None
-        options = context.get(_contexts.scope)
-        if config is None and not options:
-            value = context.run(body, *args, **kwargs)
-        else:
-            value = context.run(_contexts.run_configured, config, options or (), body, args, kwargs)
-        del args, kwargs
+        try:
+            if self._convert:
+                args, kwargs = self._bind(args, kwargs)
+            body = plan.body()
+            assert context is not None
+            options = context.get(_contexts.scope)
+            if config is None and not options:
+                value = context.run(body, *args, **kwargs)
+            else:
+                value = context.run(
+                    _contexts.run_configured, config, options or (), body, args, kwargs
+                )
+        finally:
+            del self, args, kwargs, context
         return plan.finish(value)
 
     def _bind(

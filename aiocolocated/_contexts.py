@@ -124,4 +124,7 @@ def run_configured(
             stack.enter_context(_compat.applied_config(config))
         for name, value in options:
             stack.enter_context(getattr(jax, name)(value))
-        return body(*args, **kwargs)
+        try:
+            return body(*args, **kwargs)
+        finally:
+            del args, kwargs  # a failed body's frames refer to this one

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from aiocolocated import open_task_channel
-from examples.pipeline import Batch, Meter, decode, open_batches, read_file, split_over, tiles
+from examples.pipeline import Batch, Meter, decode, open_batches, read_files, split_over, tiles
 
 Rows = npt.NDArray[np.float32]
 Result = tuple[list[str], Rows]
@@ -92,9 +92,9 @@ def main() -> int:
     meter = Meter()
     latency = args.fetch_ms / 1e3
 
-    async def fetch(path: Path) -> bytes:
-        await asyncio.sleep(latency)
-        return await read_file(path)
+    async def fetch(files: Sequence[Path]) -> list[bytes]:
+        await asyncio.sleep(latency)  # a store serves all files of a batch at the same time
+        return await read_files(files)
 
     async def pipeline() -> Result:
         async with open_batches(

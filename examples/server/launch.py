@@ -53,8 +53,11 @@ async def run_server(*arguments: str, start_timeout: float = 60.0) -> AsyncItera
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(start_timeout):
-            line = (await process.stdout.readline()).decode()
+        try:
+            async with asyncio.timeout(start_timeout):
+                line = (await process.stdout.readline()).decode()
+        except TimeoutError as exc:
+            raise TimeoutError(f"the server was not serving after {start_timeout:g} s") from exc
         if not line.startswith("serving on "):
             raise RuntimeError(f"the server did not start (exit code {await process.wait()})")
         yield ServerProcess(process, line.split()[-1])

@@ -35,6 +35,12 @@ def paths(folder: Path) -> list[Path]:
     return tiles.cut(100, SIDE, folder)
 
 
+@pytest.fixture(scope="session")
+def pixels(paths: list[Path]) -> list[pipeline.Pixels]:
+    """Their pixels, read in the plain way."""
+    return [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+
+
 def run_program(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m examples.pipeline`` on small tiles."""
     command = [sys.executable, "-m", "examples.pipeline", "--folder", str(folder)]
@@ -61,12 +67,6 @@ def images_in_memory() -> int:
         for shard in array.addressable_shards
     }
     return sum(images.values())
-
-
-def pixels_of(path: Path) -> pipeline.Pixels:
-    """The pixels of a tile, read in the plain way."""
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))
 
 
 def test_program_keeps_order_and_bound(folder: Path) -> None:
@@ -100,21 +100,19 @@ def test_cut_makes_distinct_jpegs_once(folder: Path, paths: list[Path]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_batches_come_in_order(paths: list[Path]) -> None:
+async def test_batches_come_in_order(paths: list[Path], pixels: list[pipeline.Pixels]) -> None:
     """Names and pixels arrive in the order of the files, split over the devices, the rest zeros."""
     devices = jax.devices()
     names: list[str] = []
     async with open_batches(paths, SIZE, SHAPE, devices) as batches:
         async for batch in batches:
-            assert batch.images.shape == (SIZE, SIDE, SIDE, 3)
+            assert batch.images.shape == (SIZE, *SHAPE, 3)
             assert batch.images.sharding == pipeline.split_over(devices)
             assert len(batch.images.sharding.device_set) == len(devices)
-            pixels = np.asarray(batch.images)
-            for index, name in enumerate(batch.names):
-                path = paths[len(names) + index]
-                assert name == path.name
-                assert np.array_equal(pixels[index], pixels_of(path))
-            assert not pixels[len(batch.names) :].any()
+            start, end = len(names), len(names) + len(batch.names)
+            images = np.asarray(batch.images)
+            assert np.array_equal(images[: end - start], pixels[start:end])
+            assert not images[end - start :].any()
             names += batch.names
     assert names == [path.name for path in paths]
 
@@ -181,25 +179,32 @@ async def test_cancelling_the_consumer_stops_everything(paths: list[Path]) -> No
     assert images_in_memory() == 0
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        pytest.param(b"no JPEG at all", ValueError, id="not-a-jpeg"),
-        pytest.param(None, ValueError, id="truncated"),
-        pytest.param("missing", FileNotFoundError, id="missing"),
-    ],
+@pytest.fixture(
+    params=[
+        pytest.param((b"no JPEG at all", ValueError), id="no-jpeg"),
+        pytest.param((None, ValueError), id="truncated"),
+        pytest.param(("other side", ValueError), id="other-shape"),
+        pytest.param(("missing", FileNotFoundError), id="missing"),
+    ]
 )
-async def test_error_names_the_file(
-    tmp_path: Path, content: bytes | str | None, error: type[Exception]
-) -> None:
-    """The consumer's block ends with the error of the one bad file, which the text names."""
+def damaged(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[list[Path], type[Exception]]:
+    """40 tiles of which the 28th is bad in some way, and the kind of error to expect."""
+    kind, error = request.param
     paths = tiles.cut(40, SIDE, tmp_path)
     bad = paths[27]
-    if content == "missing":
+    if kind == "missing":
         bad.unlink()
+    elif kind == "other side":
+        tiles.cut(1, SIDE + 1, tmp_path)[0].replace(bad)
     else:
-        bad.write_bytes(content or bad.read_bytes()[:400])
+        bad.write_bytes(kind or bad.read_bytes()[:400])
+    return paths, error
+
+
+@pytest.mark.asyncio
+async def test_error_names_the_file(damaged: tuple[list[Path], type[Exception]]) -> None:
+    """The consumer's block ends with the one error of the one bad file, which the text names."""
+    paths, error = damaged
     names: list[str] = []
     before = other_tasks()
     with pytest.raises(ExceptionGroup) as raised:
@@ -209,7 +214,7 @@ async def test_error_names_the_file(
     assert len(raised.value.exceptions) == 1, raised.value.exceptions
     only = raised.value.exceptions[0]
     assert isinstance(only, error)
-    assert bad.name in str(only)
+    assert paths[27].name in str(only)
     assert names == [path.name for path in paths[: len(names)]]
     assert len(names) <= 24  # the batches before the bad one, as far as they were consumed
     assert other_tasks() == before
