@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """The only file that touches private or experimental JAX, and private CPython.
 
 Each shim names the versions that need it. Everything here was run on JAX 0.10.0, 0.10.2 and 0.12;
@@ -26,6 +27,10 @@ from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from jaxlib._jax import Device as Device  # `jax.Device` is a variable to some type checkers
+else:
+    Device = jax.Device
 
 # --- arrays ---------------------------------------------------------------------------------------
 

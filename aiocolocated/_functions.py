@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
 import jax
+from jax.core import Tracer
 
 from aiocolocated import _cache, _compat, _serialization, _settings, _specs, _values
 from aiocolocated._calls import Args, Call, Kwargs
@@ -153,7 +154,7 @@ class ColocatedFunction(Generic[P, R]):
                 futures.append(leaf)
                 parts.append(ArrayFuture)
                 convert = True
-            elif isinstance(leaf, jax.core.Tracer):
+            elif isinstance(leaf, Tracer):
                 raise _values.refuse_traced(self._base.name)
             elif isinstance(leaf, jax.Array):
                 parts.append((leaf.shape, leaf.dtype, leaf.sharding))
@@ -231,7 +232,7 @@ class ColocatedFunction(Generic[P, R]):
         self,
         in_specs: Any = None,
         out_specs_fn: Callable[..., Any] | None = None,
-        devices: jax.Device | Sequence[jax.Device] | jax.sharding.Mesh | None = None,
+        devices: _compat.Device | Sequence[_compat.Device] | jax.sharding.Mesh | None = None,
     ) -> ColocatedFunction[P, R]:
         """A version of the function with more fixed in advance; each thing can be given once.
 
@@ -437,7 +438,9 @@ def colocated_python(fun: Callable[P, R]) -> ColocatedFunction[P, R]:
 @overload
 def colocated_cpu_devices(devices_or_mesh: jax.sharding.Mesh) -> jax.sharding.Mesh: ...
 @overload
-def colocated_cpu_devices(devices_or_mesh: Sequence[jax.Device]) -> tuple[jax.Device, ...]: ...
+def colocated_cpu_devices(
+    devices_or_mesh: Sequence[_compat.Device],
+) -> tuple[_compat.Device, ...]: ...
 def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
     """The CPU devices that sit beside some devices, in the same order or mesh.
 

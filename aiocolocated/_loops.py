@@ -82,11 +82,10 @@ class LoopBridge:
         if self._armed:
             return
         self._armed = True
-        if self._fd is not None:
-            with self._fd_lock:  # not between the check and the write: the number may be reused
-                if self._fd is not None:
-                    os.eventfd_write(self._fd, 1)
-                    return
+        with self._fd_lock:  # a descriptor closed before the write might be somebody else's by then
+            if self._fd is not None:
+                os.eventfd_write(self._fd, 1)
+                return
         loop = self._loop()
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more

@@ -70,7 +70,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, jax.Device):
+        if isinstance(obj, _compat.Device):
             return _find_device, (obj.platform, obj.id)
         if isinstance(obj, _REFUSED) or type(obj) in _refused_here:
             raise TypeError(f"a {type(obj).__module__}.{type(obj).__qualname__} is not shipped")
@@ -87,11 +87,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 @functools.cache
-def _devices(platform: str) -> dict[int, jax.Device]:
+def _devices(platform: str) -> dict[int, _compat.Device]:
     return {d.id: d for d in jax.devices(platform)}
 
 
-def _find_device(platform: str, device_id: int) -> jax.Device:
+def _find_device(platform: str, device_id: int) -> _compat.Device:
     try:
         return _devices(platform)[device_id]
     except KeyError:

@@ -141,7 +141,7 @@ class Specialization:
                 self._single = (leaves[0].shape, leaves[0].dtype, leaves[0].sharding)
         expected, tree, specs = self._out
         leaves, got = _tree_flatten(value)
-        if got == tree and all(  # type: ignore[operator]
+        if got == tree and all(
             isinstance(x, jax.Array) and _specs.leaf_differs(spec, x) is None
             for spec, x in zip(specs, leaves, strict=True)
         ):

@@ -13,7 +13,7 @@ import numpy as np
 from aiocolocated import _compat
 from aiocolocated._exceptions import SpecError
 
-Devices: TypeAlias = tuple[jax.Device, ...]
+Devices: TypeAlias = tuple[_compat.Device, ...]
 KeyPath: TypeAlias = tuple[Any, ...]
 
 
@@ -104,7 +104,7 @@ def check_specs(what: str, tree: Any) -> None:
 
 def as_devices(devices: Any) -> Devices:
     """A device, a sequence of devices or a mesh as a tuple of devices."""
-    if isinstance(devices, jax.Device):
+    if isinstance(devices, _compat.Device):
         return (devices,)
     if isinstance(devices, jax.sharding.Mesh):
         return tuple(devices.devices.flat)
@@ -112,7 +112,7 @@ def as_devices(devices: Any) -> Devices:
         result = tuple(devices)
     except TypeError:
         result = ()
-    if not result or not all(isinstance(d, jax.Device) for d in result):
+    if not result or not all(isinstance(d, _compat.Device) for d in result):
         raise SpecError(
             "devices must be a jax.Device, a non-empty sequence of them, or a jax.sharding.Mesh, "
             f"got {devices!r}"
@@ -141,6 +141,6 @@ def common_devices(
     return devices
 
 
-def _names(devices: Sequence[jax.Device]) -> str:
+def _names(devices: Sequence[_compat.Device]) -> str:
     shown = ", ".join(str(d) for d in devices[:8])
     return f"[{shown}{', ...' if len(devices) > 8 else ''}]"

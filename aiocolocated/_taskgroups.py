@@ -62,8 +62,8 @@ class TaskGroup(asyncio.TaskGroup):
 
     def __init__(self, *, limit: int | None = None, keep_results: bool = True) -> None:
         super().__init__()
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"limit must be None or an int of at least 1, got {limit!r}")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be None or at least 1, got {limit!r}")
         self._owner = Owner(None)
         self._limit = limit
         self._taken = 0

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from aiocolocated import _compat
@@ -55,7 +56,7 @@ def array_of(leaf: Any) -> Any:
     if type(leaf) is ArrayImpl:
         return leaf
     if isinstance(leaf, jax.Array):
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             return None
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return _compat.key_data(leaf)

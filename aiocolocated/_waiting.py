@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import jax
+from jax.core import Tracer
 
 from aiocolocated import _readiness, _values
 from aiocolocated._compat import all_ready
@@ -69,7 +70,7 @@ async def wait_until_ready(tree: T, *, timeout: float | None = None) -> T:
             arrays.append(array)
         elif type(leaf) is ArrayFuture:
             futures = True
-        elif isinstance(leaf, jax.core.Tracer):
+        elif isinstance(leaf, Tracer):
             raise _values.refuse_traced("wait_until_ready")
     if futures:
         results = await gather(*(leaf for leaf in leaves if type(leaf) is ArrayFuture))

@@ -281,6 +281,7 @@ _MAY_READ = [
     ("<frozen importlib._bootstrap>", {"_find_and_load"}),
     ("jax/_src/xla_bridge.py", {"backends"}),
     ("jax/_src/traceback_util.py", {"_path_starts_with", "include_filename"}),
+    ("pytest_timeout.py", {"dump_stacks", "timeout_sigalrm"}),  # tells of a stuck test
 ]
 # For a diagnosis: pytest on a failed assertion, asyncio's debug mode on a slow callback.
 _MAY_SHOW = [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def other_tasks() -> set[asyncio.Task[object]]:
 
 def images_in_memory() -> int:
     """Decoded tiles that exist, by the buffers that JAX holds: several arrays may share one."""
+    gc.collect()  # frames of tracebacks hold some, in cycles
     images = {
         shard.data.unsafe_buffer_pointer(): shard.data.shape[0]
         for array in jax.live_arrays()
@@ -158,6 +160,7 @@ async def test_leaving_early_stops_everything(paths: list[Path], leave: str) -> 
         with pytest.raises(ExceptionGroup) as raised:
             await consume()
         assert [repr(error) for error in raised.value.exceptions] == ["KeyError('enough')"]
+        del raised
     assert consumed == 2 * SIZE
     assert other_tasks() == before
     assert images_in_memory() == 0
