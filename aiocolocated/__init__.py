@@ -5,8 +5,6 @@
 once; channels keep order, task groups give concurrency, and the event loop is never blocked.
 """
 
-from __future__ import annotations
-
 from aiocolocated import from_thread as from_thread
 from aiocolocated._blocks import open_task_channel as open_task_channel
 from aiocolocated._cache import CacheInfo as CacheInfo

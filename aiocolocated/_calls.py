@@ -9,24 +9,62 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from aiocolocated import _compat, _contexts, _readiness, _service
 from aiocolocated._exceptions import BodyError, CallCancelledError
 from aiocolocated._loops import Wakes
+from aiocolocated._ordering import ChannelOrder, Ticket
 from aiocolocated._owners import FailureReport, Owner
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
 from aiocolocated._waiters import Waiter
-from aiocolocated._workers import local, pool
-
-if TYPE_CHECKING:
-    from aiocolocated._channels import TaskChannel
+from aiocolocated._workers import Worker, local, pool
 
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 
 _PACKAGE = __name__.partition(".")[0]
+
+
+class CallChannel(Protocol):
+    """What a call needs of its channel. All but ``name`` is called under the lock."""
+
+    _order: ChannelOrder[Any]
+    _stream: int
+    _worker: Worker | None
+    _nested: bool
+    _dedicated: bool
+    _submitted: int
+    _runnable_since: float
+
+    @property
+    def name(self) -> str:
+        """For errors and listings."""
+
+    def _admit(self, wakes: Wakes) -> None:
+        """Give places that became free to calls that wait for room."""
+
+    def _resume(self) -> None:
+        """The first call may be able to start now."""
+
+    def _call_left_queue(self, wakes: Wakes) -> None:
+        """A queued call was settled."""
+
+    def _call_failed(self, error: BaseException, wakes: Wakes, *, cancelled: bool) -> None:
+        """A call failed or was cancelled."""
+
+    def _became_idle(self, wakes: Wakes) -> None:
+        """Nothing is queued, running or computing."""
+
+    def _leave_gate(self) -> None:
+        """A multi-device program is computed."""
+
+    def _refuse_own_body(self, what: str) -> None:
+        """Refuse a wait inside a body of this channel."""
+
+    def _give_up(self, ticket: Ticket[Any]) -> None:
+        """A submitter that waits for room was cancelled."""
 
 
 class Plan(Protocol):
@@ -95,7 +133,7 @@ class Call:
     _plan: Plan
     _args: Args
     _kwargs: Kwargs
-    _channel: TaskChannel
+    _channel: CallChannel
     _owner: Owner | None
     _loop: asyncio.AbstractEventLoop | None
     _code: CodeType  # of the caller, with the place of its call expression
@@ -118,7 +156,7 @@ class Call:
     _dependents: list[Call] | None
     _report: FailureReport | None
     _waiting_on: Call | None  # what the body waits for
-    _nested_channel: TaskChannel | None  # of the calls that the body makes
+    _nested_channel: Any  # of the calls that the body makes
     _release: Callable[[Wakes], None] | None  # gives a task group's slot back
 
     @classmethod
@@ -127,7 +165,7 @@ class Call:
         plan: Plan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        channel: TaskChannel,
+        channel: CallChannel,
         owner: Owner | None,
         loop: asyncio.AbstractEventLoop | None,
         code: CodeType,
@@ -220,7 +258,7 @@ class Call:
     def _depend_on(self, dependencies: list[Call]) -> None:
         """Wait for other calls to be dispatched before this one starts.
 
-        Until it starts this call counts as a waiter of them, and shares their fate.
+        Until it starts this call shares their fate; until it is over it counts as a waiter of them.
         """
         waiting: list[Call] = []
         for dependency in dependencies:
@@ -236,7 +274,7 @@ class Call:
         self._dependencies = waiting or None
 
     def _release_dependencies(self, wakes: Wakes) -> None:
-        """This call has started, or never will."""
+        """This call is over: it is no waiter any more."""
         dependencies, self._dependencies = self._dependencies, None
         for dependency in dependencies or ():
             if dependency._dependents is not None and self in dependency._dependents:
@@ -267,10 +305,10 @@ class Call:
                 self._dependents = None
             else:
                 wakes.cascade(partial(self._settle_dependents, wakes))
+        if self._dependencies is not None:
+            wakes.cascade(partial(self._release_dependencies, wakes))
         if before == QUEUED:
             self._args = self._kwargs = self._context = None  # type: ignore[assignment]
-            if self._dependencies is not None:
-                wakes.cascade(partial(self._release_dependencies, wakes))
             self._channel._call_left_queue(wakes)
             self._over(wakes)
 
@@ -287,8 +325,7 @@ class Call:
             if dependent._state != QUEUED:
                 continue
             if self._state == FAILED:
-                if self._report is not None:
-                    self._report.retrieve()
+                self._pass_error_on(dependent)
                 dependent._fail(wakes, self._value, self._traceback)
             else:
                 dependent._cancel(wakes, f": it depends on {self._describe()}")
@@ -308,11 +345,22 @@ class Call:
         if self._state >= READY:
             return
         self._traceback = traceback
-        self._report = FailureReport(error, self._describe(), self._loop)
-        if self._owner is not None:
-            self._owner.call_failed(self._report)
+        if self._report is None:
+            self._report = FailureReport(error, self._describe(), self._loop)
+            if self._owner is not None:
+                self._owner.call_failed(self._report)
         self._settle(wakes, FAILED, error)
         self._channel._call_failed(error, wakes, cancelled=False)
+
+    def _pass_error_on(self, dependent: Call) -> None:
+        """A dependent fails with this call's error: it is the dependent's to be retrieved now."""
+        report = self._report
+        if report is None:
+            return
+        if report.owned or dependent._owner is not None:
+            report.retrieve()
+        else:
+            dependent._report = report  # one error, one report, however many calls it fails
 
     def _over(self, wakes: Wakes) -> None:
         """Settled, and nothing of the call runs any more."""
@@ -349,7 +397,7 @@ class Call:
             order.body_ended()
             if error is not None:
                 if self._state == RUNNING:
-                    self._fail(wakes, error, error.__traceback__)
+                    self._fail(wakes, error, _get_traceback(error))
                 self._computed(wakes)
             elif ready:
                 if self._state == RUNNING:
@@ -400,26 +448,26 @@ class Call:
         """Arguments with the futures' values in place of the futures."""
         wakes = Wakes()
         values: dict[int, Any] = {}
-        with LOCK:
-            for dependency in self._plan.futures(args, kwargs):
-                if dependency._state == FAILED:
-                    if dependency._report is not None:
-                        dependency._report.retrieve()
-                    raise dependency._value.with_traceback(dependency._traceback)
-                if dependency._state == CANCELLED:
-                    self._cancel(wakes, f": it depends on {dependency._describe()}")
-                    raise CallCancelledError(*dependency._value.args)
-                values[id(dependency)] = dependency._value
-            self._release_dependencies(wakes)
-        wakes.pay()
+        try:
+            with LOCK:
+                for dependency in self._plan.futures(args, kwargs):
+                    if dependency._state == FAILED:
+                        dependency._pass_error_on(self)
+                        raise set_traceback(dependency._value, dependency._traceback)
+                    if dependency._state == CANCELLED:
+                        self._cancel(wakes, f": it depends on {dependency._describe()}")
+                        raise CallCancelledError(*dependency._value.args)
+                    values[id(dependency)] = dependency._value
+        finally:
+            wakes.pay()
         return self._plan.bind(args, kwargs, values)
 
     def _as_error(self, error: BaseException) -> BaseException:
         """The exception that waiters get: traceback from the body on, notes attached once."""
-        traceback = error.__traceback__
+        traceback = _get_traceback(error)
         while traceback is not None and _is_ours(traceback):
             traceback = traceback.tb_next
-        error.__traceback__ = traceback
+        set_traceback(error, traceback)
         if not isinstance(error, Exception) or isinstance(
             error, (StopIteration, StopAsyncIteration)
         ):
@@ -430,7 +478,7 @@ class Call:
             notes: Sequence[str] = getattr(error, "__notes__", ())
             if not any(note.startswith("colocated call ") for note in notes):
                 error.add_note(self._title())
-        except Exception:  # an exception class that does not want notes
+        except BaseException:  # an exception class that does not want notes
             _service.logger.debug("no note on %s", type(error).__name__, exc_info=True)
         return error
 
@@ -448,7 +496,7 @@ class Call:
                 pool.schedule(self._channel)
             if self._state == DISPATCHED:
                 if error is not None:
-                    self._fail(wakes, error, error.__traceback__)
+                    self._fail(wakes, error, _get_traceback(error))
                 else:
                     self._settle(wakes, READY, self._value)
             self._computed(wakes)
@@ -469,6 +517,13 @@ _STATE_WORDS = {QUEUED: "queued", RUNNING: "running", DISPATCHED: "its arrays we
 computing: set[Call] = set()
 
 
+# Not by the exception's own attributes: its class may have replaced them.
+_get_traceback: Callable[[BaseException], TracebackType | None] = vars(BaseException)[
+    "__traceback__"
+].__get__
+set_traceback = BaseException.with_traceback  # returns the exception
+
+
 def _on_several_devices(arrays: Sequence[Any]) -> bool:
     return any(len(a.sharding.device_set) > 1 for a in arrays)
 
@@ -476,7 +531,7 @@ def _on_several_devices(arrays: Sequence[Any]) -> bool:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except BaseException:
         return "(its text cannot be made)"
 
 

@@ -76,7 +76,7 @@ class TaskChannel:
     its own JAX execution stream: device work of two channels does not queue behind each other.
 
     Args:
-        name: for errors and :func:`runtime.calls`; made up if absent.
+        name: for errors and :meth:`Runtime.calls`; made up if absent.
         max_pending: calls that may be queued; ``None`` any number. A full channel raises
             :exc:`WouldBlock` on a loop's thread and makes other threads wait.
         max_in_flight: calls whose arrays may still be computing while the next one starts.
@@ -128,12 +128,10 @@ class TaskChannel:
         on_error: OnError = "continue",
         dedicated_thread: bool = False,
     ) -> None:
-        if max_pending is not None and (not isinstance(max_pending, int) or max_pending < 1):
-            raise ValueError(
-                f"max_pending must be None or an int of at least 1, got {max_pending!r}"
-            )
-        if not isinstance(max_in_flight, int) or max_in_flight < 1:
-            raise ValueError(f"max_in_flight must be an int of at least 1, got {max_in_flight!r}")
+        if max_pending is not None and max_pending < 1:
+            raise ValueError(f"max_pending must be None or at least 1, got {max_pending!r}")
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight!r}")
         if on_error not in ("continue", "stop"):
             raise ValueError(f"on_error must be 'continue' or 'stop', got {on_error!r}")
         self._setup(name, max_pending, max_in_flight, on_error, dedicated_thread)
@@ -383,6 +381,8 @@ class TaskChannel:
             self._admit(wakes)
         if order.claim():
             pool.schedule(self)
+        if order.gate.parked:  # the call may have held the gate's room without having started
+            self._hand_out(order.gate.admit())
         if order.idle:
             self._became_idle(wakes)
 
@@ -430,9 +430,12 @@ class TaskChannel:
             self._release_thread()
 
     def _leave_gate(self) -> None:
-        order = gate.leave()
-        if order is not None:
-            order.lane._resume()
+        self._hand_out(gate.leave())
+
+    @staticmethod
+    def _hand_out(orders: list[ChannelOrder[Call]]) -> None:
+        for order in orders:
+            pool.schedule(order.lane)
 
     def _release_thread(self) -> None:
         if self._worker is not None and self._order.closed and self._order.idle:
@@ -490,7 +493,7 @@ def current_channel() -> TaskChannel:
     """
     call: Call | None = local.call
     if call is not None and _get_running_loop() is None:
-        nested = call._nested_channel
+        nested: TaskChannel | None = call._nested_channel
         if nested is None:
             nested = call._nested_channel = new_channel()
             nested._nested = True

@@ -121,28 +121,33 @@ def is_by_reference(obj: object) -> bool:
 
 # --- execution streams ----------------------------------------------------------------------------
 
+
 # JAX's CPU client keeps one in-order queue per (execution stream, device); the default stream is the
 # OS thread. Private in every version (``jaxlib.xla_client.execution_stream_id`` is a context manager
 # over these two and ten times slower). A JAX without them keeps one stream per worker thread: bodies
 # still run one at a time and in order, but the device work of two calls of a channel that ran on
 # different workers may overlap.
-_jax_lib: Any
-try:
-    from jax._src.lib import _jax as _jax_lib  # type: ignore[attr-defined]
+def _stream_functions() -> tuple[Callable[[int], None], Callable[[], int]] | None:
+    try:
+        from jax._src.lib import _jax as lib  # type: ignore[attr-defined]
 
-    _jax_lib.set_execution_stream_id(_jax_lib.get_execution_stream_id())
-    HAS_EXECUTION_STREAMS = True
-    set_execution_stream: Callable[[int], None] = _jax_lib.set_execution_stream_id
-    get_execution_stream: Callable[[], int] = _jax_lib.get_execution_stream_id
-except (ImportError, AttributeError):
-    HAS_EXECUTION_STREAMS = False
-
-    def set_execution_stream(stream: int) -> None:
+        lib.set_execution_stream_id(lib.get_execution_stream_id())
+        return lib.set_execution_stream_id, lib.get_execution_stream_id
+    except (ImportError, AttributeError):
         return None
 
-    def get_execution_stream() -> int:
-        return 0
 
+def _set_nothing(stream: int) -> None:
+    return None
+
+
+def _always_zero() -> int:
+    return 0
+
+
+_streams = _stream_functions()
+HAS_EXECUTION_STREAMS = _streams is not None
+set_execution_stream, get_execution_stream = _streams or (_set_nothing, _always_zero)
 
 # --- thread-local configuration -------------------------------------------------------------------
 

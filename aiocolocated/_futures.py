@@ -9,13 +9,14 @@ from collections.abc import Callable, Generator
 from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
-from aiocolocated._calls import Call
+from aiocolocated import _service
+from aiocolocated._calls import Call, set_traceback
 from aiocolocated._exceptions import BodyError, CallCancelledError, DeadlockError
 from aiocolocated._loops import LoopCallback, Wakes, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING, CallState
 from aiocolocated._waiters import Callback, LoopWaiter, ThreadWaiter, waiting
-from aiocolocated._workers import local
+from aiocolocated._workers import local, pool
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -135,7 +136,7 @@ class ArrayFuture(Call, Generic[R_co]):
                 self._report.retrieve()
             if self._state == CANCELLED:
                 raise CallCancelledError(*self._value.args)
-            raise self._value.with_traceback(self._traceback)
+            raise set_traceback(self._value, self._traceback)
         finally:
             del self
 
@@ -210,7 +211,11 @@ class ArrayFuture(Call, Generic[R_co]):
                 call._waiting_on = self
         try:
             with waiting():
-                woken = waiter.lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+                seconds = -1 if timeout is None else max(0.0, timeout)
+                if _service.exiting:
+                    woken = pool.wait_at_exit(waiter.lock, seconds, self._channel)
+                else:
+                    woken = waiter.lock.acquire(timeout=seconds)
         finally:
             if call is not None:
                 call._waiting_on = None

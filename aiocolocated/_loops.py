@@ -118,6 +118,7 @@ class LoopBridge:
 
     def close(self) -> None:
         """Give the descriptor back; later wake-ups go through ``call_soon_threadsafe``."""
+        self._closer = None  # it refers to the loop
         with self._fd_lock:
             fd, self._fd = self._fd, None
         if fd is None:

@@ -51,12 +51,25 @@ class Gate(Generic[C]):
     def enter(self) -> None:
         self.in_flight += 1
 
-    def leave(self) -> ChannelOrder[C] | None:
-        """Count one program as ready; a channel that may try again, if one is parked."""
+    def leave(self) -> list[ChannelOrder[C]]:
+        """Count one program as ready; as :meth:`admit`."""
         self.in_flight -= 1
-        if self.in_flight < self.limit and self.parked:
-            return self.parked.popleft()
-        return None
+        return self.admit()
+
+    def admit(self) -> list[ChannelOrder[C]]:
+        """Claim parked channels for the room there is; the caller hands them to workers.
+
+        A parked channel may have lost the call that it was parked for. It must not take the room
+        with it, or the channels behind it wait for ever.
+        """
+        claimed: list[ChannelOrder[C]] = []
+        room = self.limit - self.in_flight
+        while room > 0 and self.parked:
+            order = self.parked.popleft()
+            if order.claim():
+                claimed.append(order)
+                room -= order.wide or order.queue[0]._wide
+        return claimed
 
 
 class ChannelOrder(Generic[C]):

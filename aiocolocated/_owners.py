@@ -26,7 +26,7 @@ class FailureReport:
     reference goes unretrieved, the finalizer hands the error to the service thread.
     """
 
-    __slots__ = ("__weakref__", "_loop", "error", "retrieved", "title")
+    __slots__ = ("__weakref__", "_loop", "error", "owned", "retrieved", "title")
 
     def __init__(
         self, error: BaseException, title: str, loop: asyncio.AbstractEventLoop | None
@@ -35,7 +35,9 @@ class FailureReport:
         self.title = title
         self._loop = None if loop is None else weakref.ref(loop)
         self.retrieved = False
+        self.owned = False  # by a block, which raises the error
         _service.watch(+1)
+        _unretrieved.add(self)
 
     def retrieve(self) -> None:
         """Note that somebody has seen the error (any thread, any number of times)."""
@@ -44,11 +46,26 @@ class FailureReport:
                 if not self.retrieved:
                     self.retrieved = True
                     self.error = None  # owners keep reports; they must not keep tracebacks
+                    _unretrieved.discard(self)
                     _service.watch(-1)
 
     def __del__(self) -> None:
         if not self.retrieved and self.error is not None:
             _service.inbox.put(_Report(self.error, self.title, self._loop))
+
+
+_unretrieved: weakref.WeakSet[FailureReport] = weakref.WeakSet()  # for the exit
+
+
+def report_unretrieved() -> None:
+    """At exit: report what futures hold that the interpreter will not destroy in time."""
+    with LOCK:
+        reports = [r for r in _unretrieved if not r.retrieved and r.error is not None]
+    for report in reports:
+        assert report.error is not None
+        message = _Report(report.error, report.title, report._loop)
+        report.retrieved = True
+        message()
 
 
 class _Report:
@@ -97,6 +114,7 @@ class Owner:
 
     def call_failed(self, report: FailureReport) -> None:
         """Keep an error until the block is left."""
+        report.owned = True
         failed = self._failed
         failed.append(report)
         if len(failed) >= self._pruned_at:

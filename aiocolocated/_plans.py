@@ -17,8 +17,7 @@ from aiocolocated._futures import ArrayFuture
 from aiocolocated._owners import Owner, current_owner
 
 if TYPE_CHECKING:
-    from aiocolocated._calls import Args, Call, Kwargs
-    from aiocolocated._channels import TaskChannel
+    from aiocolocated._calls import Args, Call, CallChannel, Kwargs
 
 ArrayImpl = _compat.ArrayImpl
 _tree_flatten = jax.tree_util.tree_flatten
@@ -78,7 +77,7 @@ class RunPlan:
 
     def prepare(
         self,
-        channel: TaskChannel,
+        channel: CallChannel,
         args: Args,
         kwargs: Kwargs,
         code: types.CodeType,

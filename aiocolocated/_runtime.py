@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import os
 import sys
 import threading
+import weakref
 from time import monotonic
 from typing import Any, final
 
-from aiocolocated import _compat, _service, _settings, _submission
-from aiocolocated._calls import Call
+from aiocolocated import _compat, _owners, _service, _settings, _submission
+from aiocolocated._calls import Call, computing
 from aiocolocated._loops import Wakes
 from aiocolocated._settings import LOCK, Settings
-from aiocolocated._types import CANCELLED, QUEUED, READY, RUNNING, CallState
+from aiocolocated._types import CANCELLED, QUEUED, READY, CallState
 from aiocolocated._workers import pool
 
 _POLL = 0.02  # seconds between looks while the interpreter waits at exit
@@ -90,9 +93,9 @@ class Runtime:
             ...     print(call.function, call.state, f"{call.age:.1f} s", call.where)
         """
         with LOCK:
-            calls = list(_submission.calls_in_flight())
-            now = monotonic()
-            return sorted((_info(c, now) for c in calls), key=lambda c: -c.age)
+            calls = [(c, _state(c)) for c in _submission.calls_in_flight()]
+        now = monotonic()
+        return sorted((_info(c, state, now) for c, state in calls), key=lambda c: -c.age)
 
     def statistics(self) -> RuntimeStatistics:
         """Counters and gauges of this moment."""
@@ -103,7 +106,7 @@ class Runtime:
                 workers=len(pool.workers),
                 idle=len(pool.idle),
                 waiting=pool.waiting,
-                dedicated=sum(lane._worker is not None for lane in pool.lanes),
+                dedicated=len(pool.dedicated),
                 runnable=len(pool.ready),
                 channels=len(pool.lanes),
                 queued=states.count("queued"),
@@ -122,14 +125,14 @@ def _state(call: Call) -> str:
     return CallState(call._state).name.lower()
 
 
-def _info(call: Call, now: float) -> CallInfo:
+def _info(call: Call, state: str, now: float) -> CallInfo:
     return CallInfo(
         function=call._plan.name,
         channel=call._channel.name,
         host=call._plan.host,
-        state=_state(call),
+        state=state,
         age=now - call._submitted,
-        running_for=None if call._state == QUEUED or not call._started else now - call._started,
+        running_for=None if state == "queued" or not call._started else now - call._started,
         where=call._where(),
     )
 
@@ -160,36 +163,49 @@ def configure(**changes: Any) -> Settings:
             raise TypeError(f"configure() has no setting {name!r}; there are: {sorted(known)}")
     settings = _settings.change(**changes)
     with LOCK:
-        _submission.gate.limit = settings.multi_device_in_flight
+        gate = _submission.gate
+        gate.limit = settings.multi_device_in_flight
+        for order in gate.admit():
+            pool.schedule(order.lane)
+        if "slow_call" in changes and _submission.watching_slow:
+            _watch_slow_calls()  # the next look may be seconds away
     return settings
 
 
 # --- slow calls ----------------------------------------------------------------------------------------
 
-_reported: set[int] = set()
+_reported: weakref.WeakSet[Call] = weakref.WeakSet()
+_watch_number = 0
 
 
-def _look_for_slow_calls() -> None:
+def _watch_slow_calls() -> None:
+    """Begin to look for slow calls, in place of an earlier watch (under the lock)."""
+    global _watch_number
+    _watch_number += 1
+    _service.post(functools.partial(_look_for_slow_calls, _watch_number))
+
+
+def _look_for_slow_calls(watch: int) -> None:
     """Log running calls that are slow, each once (service thread)."""
     limit = _settings.current.slow_call
     if limit is None:
-        _submission.watching_slow = False
-        return
+        limit = (
+            math.inf
+        )  # the looks go on: they also keep the thread alive while calls are in flight
     now = monotonic()
     slow: list[CallInfo] = []
     with LOCK:
-        calls = _submission.calls_in_flight()
-        if not calls:
-            _submission.watching_slow = False
-            _reported.clear()
+        if watch != _watch_number:
             return
-        _reported.intersection_update(map(id, calls))
-        for call in calls:
-            running = call._started and call._state >= RUNNING
-            if running and now - call._started >= limit and id(call) not in _reported:
-                _reported.add(id(call))
-                slow.append(_info(call, now))
-    _service.call_at(now + max(0.01, min(limit / 4, 5.0)), _look_for_slow_calls)
+        if not pool.lanes and not computing:
+            _submission.watching_slow = False
+            return
+        for call in _submission.started_calls():
+            if call._started and now - call._started >= limit and call not in _reported:
+                _reported.add(call)
+                slow.append(_info(call, _state(call), now))
+    again = now + max(0.01, min(limit / 4, 5.0))
+    _service.call_at(again, functools.partial(_look_for_slow_calls, watch))
     for info in slow:
         _service.logger.warning(
             "colocated call %s on host %s, channel %r, has been %s for %.1f s (slow_call is %s s); "
@@ -204,7 +220,7 @@ def _look_for_slow_calls() -> None:
         )
 
 
-_submission.slow_call_watch = _look_for_slow_calls
+_submission.slow_call_watch = _watch_slow_calls
 
 
 # --- exit ----------------------------------------------------------------------------------------------
@@ -216,7 +232,7 @@ def _at_exit() -> None:
         return
     with LOCK:
         _submission.shutting_down = True
-        pool.stopping = True
+        _service.exiting = True
     grace = _settings.current.exit_grace
     deadline = None if grace is None else monotonic() + grace
     interrupted = False
@@ -226,6 +242,7 @@ def _at_exit() -> None:
                 interrupted = True
                 break
             _run_stranded()
+            _service.serve_here()
             threading.Event().wait(_POLL)
     except KeyboardInterrupt:
         interrupted = True
@@ -233,6 +250,8 @@ def _at_exit() -> None:
         _give_up(grace)
     with LOCK:
         pool.stop()
+    _owners.report_unretrieved()
+    _service.serve_here()
     _service.stop()
 
 
@@ -242,9 +261,9 @@ def _busy() -> bool:
 
 
 def _run_stranded() -> None:
-    """Serve channels for which no thread exists: none may be started any more."""
+    """Serve a channel here for which there is no thread, and none can be started any more."""
     with LOCK:
-        stranded = bool(pool.ready) and not (len(pool.workers) - pool.waiting)
+        stranded = bool(pool.ready and pool.refused) and pool.stands_still()
         lane = pool.ready.popleft() if stranded else None
     if lane is not None:
         pool.serve_here(lane)
@@ -259,7 +278,7 @@ def _give_up(grace: float | None) -> None:
             if call._state == QUEUED:
                 call._cancel(wakes, ": the interpreter exits")
         now = monotonic()
-        running = [_info(c, now) for c in calls if c._state != CANCELLED or c._started]
+        running = [_info(c, _state(c), now) for c in calls if c._state != CANCELLED or c._started]
     lines = [
         f"  {c.function} on host {c.host}, channel {c.channel!r}, {c.state} for "
         f"{c.running_for or 0.0:.1f} s, submitted at {c.where}"

@@ -32,26 +32,43 @@ inbox: SimpleQueue[Action | None] = SimpleQueue()
 _timers: list[tuple[float, int, Action]] = []
 _timer_numbers = itertools.count()
 _running = False
-_ending = False  # the interpreter exits: no new threads
+exiting = False  # the interpreter exits, once all calls are over
+_ending = False  # they are
 _at_stop: list[Action] = []
 _watched = 0  # things whose finalizers must be served
+_here = threading.Lock()
 
 
-def start_thread(run: Action, name: str) -> None:
+def start_thread(run: Action, name: str, refused: Action = lambda: None) -> None:
     """Start a thread without waiting for it to run.
 
     The bare thread that waits in ``Thread.start()`` instead of us ends at once; the new thread is an
     ordinary non-daemon one, joined at exit.
+
+    Args:
+        run: what the thread runs.
+        name: its name.
+        refused: called, perhaps at once, where no thread can be started: the system has no more, or
+            CPython 3.12 exits.
     """
     thread = threading.Thread(target=run, name=name)
-    _thread.start_new_thread(_start_quietly, (thread,))
+    try:
+        _thread.start_new_thread(_start, (thread, refused))
+    except RuntimeError as error:
+        _not_started(thread, refused, error)
 
 
-def _start_quietly(thread: threading.Thread) -> None:
+def _start(thread: threading.Thread, refused: Action) -> None:
     try:
         thread.start()
-    except RuntimeError:  # the interpreter began to exit meanwhile; the exit hook does the work
-        logger.debug("thread %s was not started", thread.name)
+    except RuntimeError as error:
+        _not_started(thread, refused, error)
+
+
+def _not_started(thread: threading.Thread, refused: Action, error: RuntimeError) -> None:
+    level = logging.DEBUG if exiting else logging.WARNING
+    logger.log(level, "thread %s was not started: %s", thread.name, error)
+    refused()
 
 
 def post(action: Action) -> None:
@@ -61,7 +78,12 @@ def post(action: Action) -> None:
         inbox.put(action)
         if not _running and not _ending:
             _running = True
-            start_thread(_serve, THREAD_NAME)
+            start_thread(_serve, THREAD_NAME, _not_running)
+
+
+def _not_running() -> None:
+    global _running
+    _running = False
 
 
 def call_at(when: float, action: Action) -> None:
@@ -90,6 +112,21 @@ def stop() -> None:
         inbox.put(None)
 
 
+def serve_here() -> None:
+    """Do what is due on this thread: at exit, where the thread was not started in time."""
+    if _running or not _here.acquire(blocking=False):
+        return
+    try:
+        while not inbox.empty():
+            action = inbox.get_nowait()
+            if action is not None:
+                _run(action)
+        while _timers and _timers[0][0] <= monotonic():
+            _run(heapq.heappop(_timers)[2])
+    finally:
+        _here.release()
+
+
 def _serve() -> None:
     global _running
     idle_since = monotonic()
@@ -111,6 +148,7 @@ def _serve() -> None:
             idle_since = now
         if action is not None:
             idle_since = now
+            action = None  # it may hold arrays, and the next one may be long in coming
         elif stopping or (not _timers and not _watched and now - idle_since >= _IDLE_SECONDS):
             with LOCK:
                 if stopping or inbox.empty():

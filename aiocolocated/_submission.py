@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from aiocolocated import _service, _settings
-from aiocolocated._calls import Call, computing
+from aiocolocated import _settings
+from aiocolocated._calls import Call, CallChannel, computing
 from aiocolocated._exceptions import (
     ChannelClosedError,
     ChannelStoppedError,
@@ -22,9 +22,6 @@ from aiocolocated._settings import LOCK
 from aiocolocated._types import READY
 from aiocolocated._waiters import LoopWaiter, ThreadWaiter, Waiter, waiting
 from aiocolocated._workers import local, pool
-
-if TYPE_CHECKING:
-    from aiocolocated._channels import TaskChannel
 
 C = TypeVar("C", bound=Call)
 
@@ -87,17 +84,17 @@ def take(call: Call) -> None:
     pool.lanes.add(channel)
     if not watching_slow and slow_call_watch is not None:
         watching_slow = True
-        _service.post(slow_call_watch)
+        slow_call_watch()
     if call._owner is not None:
         call._owner.live += 1
     if call._futures is not None:
         call._depend_on(call._futures)
         call._futures = None
     if channel._dedicated and channel._worker is None:
-        channel._worker = pool.add_dedicated(channel.name)
+        channel._worker = pool.add_dedicated(channel.name, channel)
 
 
-def _refuse(channel: TaskChannel) -> None:
+def _refuse(channel: CallChannel) -> None:
     if channel._order.closed:
         raise ChannelClosedError(f"channel {channel.name!r} is closed")
     if channel._order.stopped is not None:
@@ -107,8 +104,10 @@ def _refuse(channel: TaskChannel) -> None:
 
 
 def stopped_error(name: str, cause: BaseException) -> ChannelStoppedError:
+    # Not the cause's own text: making it is user code, and this runs under the lock.
     error = ChannelStoppedError(
-        f"channel {name!r} was opened with on_error='stop' and an earlier call failed: {cause!r}"
+        f"channel {name!r} was opened with on_error='stop' and an earlier call ended with "
+        f"{type(cause).__name__} (the cause of this error)"
     )
     error.__cause__ = cause
     return error
@@ -120,16 +119,16 @@ def owned_calls(owner: Owner) -> list[Call]:
         return [call for call in calls_in_flight() if call._owner is owner]
 
 
+def started_calls() -> list[Call]:
+    """Every call that is running or computing (under the lock)."""
+    running = [call for lane in pool.lanes if (call := lane._order.running) is not None]
+    return [*running, *computing]
+
+
 def calls_in_flight() -> list[Call]:
     """Every call that is queued, running or computing (under the lock)."""
-    found: list[Call] = []
-    for lane in pool.lanes:
-        order = lane._order
-        if order.running is not None:
-            found.append(order.running)
-        found += [call for call in order.queue if call._state < READY]
-    found += computing
-    return found
+    queued = [call for lane in pool.lanes for call in lane._order.queue if call._state < READY]
+    return [*started_calls(), *queued]
 
 
 def cancel_owned(owner: Owner, why: str) -> None:

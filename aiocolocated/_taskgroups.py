@@ -103,7 +103,7 @@ class TaskGroup(asyncio.TaskGroup):
             errors = self._owner.take_unretrieved()
             if isinstance(error, BaseExceptionGroup):
                 known = _members(error)
-                errors = [e for e in errors if e not in known and e is not exc]
+                errors = [e for e in errors if id(e) not in known and e is not exc]
                 if errors:
                     raise error.derive([*error.exceptions, *errors])
                 raise error
@@ -300,10 +300,11 @@ async def _wait(future: ArrayFuture[T]) -> T:
         del future
 
 
-def _members(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    found: list[BaseException] = []
+def _members(group: BaseExceptionGroup[BaseException]) -> set[int]:
+    """Ids: exceptions may be equal, unhashable, or refuse to be compared."""
+    found: set[int] = set()
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            found += _members(error)
-        found.append(error)
+            found |= _members(error)
+        found.add(id(error))
     return found

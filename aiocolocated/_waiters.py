@@ -73,7 +73,7 @@ class Callback:
         entry = self.entry
         try:
             entry.context.run(entry.function, entry.argument)
-        except Exception:
+        except BaseException:  # SystemExit too: it would end the thread that serves others
             _service.logger.exception("a done callback of %r failed", entry.argument)
 
 

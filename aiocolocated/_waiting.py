@@ -182,8 +182,11 @@ async def gather(*awaitables: Awaitable[Any], return_exceptions: bool = False) -
         for item in items:
             if item.done() and not _succeeded(item):
                 for other in items:
-                    if other is not item and other.done():
-                        _look(other)
+                    if other is not item:
+                        if other.done():
+                            _look(other)
+                        else:
+                            other.add_done_callback(_look)
                 return [await item]  # raises
         return [item._value if type(item) is ArrayFuture else item.result() for item in items]
     finally:
@@ -250,7 +253,10 @@ def _succeeded(item: Any) -> bool:
 
 def _look(item: Any) -> None:
     """Count an error as retrieved."""
-    if type(item) is ArrayFuture and item._report is not None:
+    if type(item) is not ArrayFuture:
+        if not item.cancelled():
+            item.exception()
+    elif item._report is not None:
         item._report.retrieve()
 
 

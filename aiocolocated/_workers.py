@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,7 @@ logger = logging.getLogger("aiocolocated")
 _PATIENCE = 0.001  # seconds a runnable channel waits before a thread is added
 _LIMIT_WARNING = 0.5  # seconds a runnable channel waits at the limit before it is reported
 _TURN = 64  # calls of one channel before others get the worker
+_REFUSED_PAUSE = 1.0  # seconds until the next try after the system refused a thread
 
 
 class Job(Protocol):
@@ -67,7 +69,19 @@ local = _Local()
 class Worker:
     """A thread that serves one lane after another."""
 
-    __slots__ = ("call", "dedicated", "first", "lane", "pool", "seen", "stuck", "waiting", "wake")
+    __slots__ = (
+        "call",
+        "dedicated",
+        "ending",
+        "first",
+        "lane",
+        "owner",
+        "pool",
+        "seen",
+        "stuck",
+        "waiting",
+        "wake",
+    )
 
     def __init__(self, pool: Pool, first: Lane | None, *, dedicated: bool = False) -> None:
         self.pool = pool
@@ -75,7 +89,9 @@ class Worker:
         self.lane: Lane | None = None  # handed over together with `wake`
         self.call: Job | None = None
         self.dedicated = dedicated
-        self.seen: Job | None = None
+        self.owner: weakref.ref[Lane] | None = None  # of a dedicated worker
+        self.ending = False  # nothing will be handed over any more
+        self.seen = 0.0  # start of the call that ran at the last look
         self.stuck = False  # in one body for longer than a moment
         self.waiting = 0  # nested waits of the body: the slot is given back
         self.wake = threading.Lock()
@@ -104,12 +120,17 @@ class Worker:
             local.worker = None
 
     def _wait(self) -> Lane | None:
-        timeout = -1.0 if self.dedicated else _settings.current.worker_idle_timeout
-        if not self.wake.acquire(timeout=timeout):
+        if self.ending or self.pool.ended:
+            return None
+        while True:
+            timeout = _settings.current.worker_idle_timeout
+            if self.dedicated or _service.exiting:  # CPython 3.12 starts no thread while it exits
+                timeout = max(timeout, 1.0)
+            if self.wake.acquire(timeout=timeout):
+                break
             with LOCK:
                 if self.pool.retire(self):
                     return None
-            self.wake.acquire()  # handed a lane at the last moment
         lane, self.lane = self.lane, None
         return lane
 
@@ -155,7 +176,9 @@ class Pool:
         self.lanes: set[Lane] = set()  # with anything queued, running or computing
         self.waiting = 0  # workers whose body waits inside the library
         self.stuck = 0  # active workers that are in one body for longer than a moment
-        self.stopping = False
+        self.dedicated: set[Worker] = set()
+        self.ended = False
+        self.refused = 0.0  # when a thread could not be started
         self._numbers = 0
         self._watching = False
         self._limit_reported = False
@@ -184,7 +207,7 @@ class Pool:
         lane._runnable_since = monotonic()
         if not self._watching:
             self._watching = True
-            if not self.workers and not self.stopping:
+            if not self.workers:
                 self._add_worker()
             _service.post(self._start_watch)
 
@@ -193,13 +216,13 @@ class Pool:
         _service.call_at(due, functools.partial(self._watch, due))
 
     @staticmethod
-    def _hand(worker: Worker, lane: Lane | None) -> None:
+    def _hand(worker: Worker, lane: Lane) -> None:
         worker.lane = lane
         worker.wake.release()
 
     def next_lane(self, worker: Worker) -> Lane | None:
         """A lane for a worker that has none, or note that it is idle."""
-        if not worker.dedicated:
+        if not (worker.dedicated or self.ended):
             if self.ready and self._active() <= _settings.current.worker_limit:
                 return self.ready.popleft()
             self.idle.append(worker)
@@ -207,7 +230,12 @@ class Pool:
 
     def retire(self, worker: Worker) -> bool:
         """Let an idle worker end, unless a lane was handed to it meanwhile."""
-        if worker.dedicated or worker not in self.idle:
+        if worker.owner is not None:
+            if worker.owner() is not None:
+                return False
+            self.dedicated.discard(worker)  # its channel was dropped without being closed
+            return True
+        if _service.exiting or worker not in self.idle:
             return False
         self.idle.remove(worker)
         self.workers.discard(worker)
@@ -222,12 +250,23 @@ class Pool:
         worker = Worker(self, lane)
         self.workers.add(worker)
         self._numbers += 1
-        _service.start_thread(worker.run, f"aiocolocated-worker-{self._numbers}")
+        name = f"aiocolocated-worker-{self._numbers}"
+        _service.start_thread(worker.run, name, functools.partial(self._not_started, worker))
         return worker
 
-    def add_dedicated(self, name: str) -> Worker:
+    def _not_started(self, worker: Worker) -> None:
+        """The system, or the exiting interpreter, refused a thread: its lane waits for another."""
+        with LOCK:
+            self.workers.discard(worker)
+            self.refused = monotonic()
+            if worker.first is not None:
+                self.ready.appendleft(worker.first)
+
+    def add_dedicated(self, name: str, lane: Lane) -> Worker:
         """A worker for one lane, outside the limit."""
         worker = Worker(self, None, dedicated=True)
+        worker.owner = weakref.ref(lane)
+        self.dedicated.add(worker)
         _service.start_thread(worker.run, f"aiocolocated-channel-{name}")
         return worker
 
@@ -259,16 +298,16 @@ class Pool:
             call = worker.call
             if call is None or worker.stuck or worker.waiting:
                 continue
-            if now - call._started >= _PATIENCE and (on_time or worker.seen is call):
+            if now - call._started >= _PATIENCE and (on_time or worker.seen == call._started):
                 worker.stuck = True
                 self.stuck += 1
-            worker.seen = call
+            worker.seen = call._started  # not the call, which holds its result
 
     def _grow(self, now: float) -> str | None:
         """Give waiting lanes to idle or new threads, twice as many each time; or say the limit."""
         settings = _settings.current
         room = settings.worker_limit - self._active()
-        if room <= 0 or self.stopping:
+        if room <= 0:
             waited = now - min(self.ready[0]._runnable_since, self.ready[-1]._runnable_since)
             if waited < _LIMIT_WARNING or self._limit_reported:
                 return None
@@ -277,9 +316,13 @@ class Pool:
         for _ in range(min(room, len(self.ready), max(1, self._active()))):
             if self.idle:
                 self._hand(self.idle.pop(), self.ready.popleft())
-            elif len(self.workers) < settings.worker_ceiling:
+            elif self._may_add(now):
                 self._add_worker(self.ready.popleft())
         return None
+
+    def _may_add(self, now: float) -> bool:
+        ceiling = _settings.current.worker_ceiling
+        return len(self.workers) < ceiling and now - self.refused >= _REFUSED_PAUSE
 
     def unstick(self, worker: Worker) -> None:
         if worker.stuck:
@@ -313,7 +356,7 @@ class Pool:
             if self.ready:
                 if self.idle:
                     self._hand(self.idle.pop(), self.ready.popleft())
-                elif not self.stopping and self._active() < _settings.current.worker_limit:
+                elif self._active() < _settings.current.worker_limit and self._may_add(monotonic()):
                     self._add_worker(self.ready.popleft())
         return True
 
@@ -323,26 +366,52 @@ class Pool:
         if worker.waiting == 0 and not worker.dedicated:
             self.waiting -= 1
 
+    def stands_still(self) -> bool:
+        """Whether every worker waits, or is in one body for longer than a moment."""
+        return self._active() <= self.stuck
+
     def serve_here(self, lane: Lane) -> None:
         """Serve a lane on this thread: at exit, when no thread can be started."""
+        call = local.call
         wakes = Wakes()
-        worker = Worker(self, None, dedicated=True)
-        worker._serve(lane, wakes)
+        Worker(self, None, dedicated=True)._serve(lane, wakes)
+        local.call = call
+        if call is not None:
+            _compat.set_execution_stream(call._channel._stream)
         wakes.pay()
+
+    def wait_at_exit(self, lock: threading.Lock, timeout: float, lane: Lane) -> bool:
+        """Acquire ``lock`` in a body, doing what no other thread may be left to do: serve ``lane``."""
+        deadline = monotonic() + timeout
+        while not lock.acquire(timeout=_PATIENCE):
+            with LOCK:
+                stranded = self.refused and lane in self.ready
+                if stranded:
+                    self.ready.remove(lane)
+            if stranded:
+                self.serve_here(lane)
+            _service.serve_here()
+            if timeout >= 0 and monotonic() >= deadline:
+                return False
+        return True
 
     # -- exit -----------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Let the idle threads end, and no more start."""
-        self.stopping = True
-        while self.idle:
-            worker = self.idle.pop()
+        """Let all threads end; nothing is in flight any more."""
+        self.ended = True
+        for worker in (*self.idle, *self.dedicated):
             self.workers.discard(worker)
-            self._hand(worker, None)
+            self.release(worker)
+        self.idle.clear()
 
     def release(self, worker: Worker) -> None:
-        """End a dedicated worker whose lane is closed."""
-        self._hand(worker, None)
+        """End a worker that has nothing to do: a dedicated one whose lane is closed, or at exit."""
+        self.dedicated.discard(worker)
+        if not worker.ending:
+            worker.ending = True
+            if worker.lane is None:  # else it is awake already, to find nothing to run
+                worker.wake.release()
 
 
 pool = Pool()

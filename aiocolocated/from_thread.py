@@ -31,7 +31,8 @@ def run(async_fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwarg
 
     Args:
         async_fn: called on the loop's thread.
-        *args, **kwargs: its arguments.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
 
     Raises:
         DeadlockError: on a running loop's thread.
@@ -75,7 +76,7 @@ def wait(awaitable: Awaitable[R], timeout: float | None = None) -> R:
     """Wait in this thread for an array future, or for any other awaitable.
 
     Args:
-        awaitable: an :class:`ArrayFuture` (no loop needed), a coroutine, or another awaitable.
+        awaitable: an :class:`~aiocolocated.ArrayFuture` (no loop needed), a coroutine, or another awaitable.
         timeout: seconds; ``None`` waits for ever.
 
     Raises:

@@ -47,7 +47,7 @@ class Peers:
 
     x: jax.Array
     jax_call: Callable[[jax.Array], jax.Array]
-    ours: Callable[[jax.Array], aiocolocated.ArrayFuture[jax.Array]]
+    ours: aiocolocated.ColocatedFunction[[jax.Array], jax.Array]
     pool: ThreadPoolExecutor
     one_thread: ThreadPoolExecutor
 

@@ -49,7 +49,8 @@ copybutton_prompt_is_regexp = True
 # Every reference to a name of the package has to resolve (-n). What lies outside resolves only with
 # the inventories of other projects, which are on the network.
 nitpick_ignore_regex = [
-    ("py:.*", r"[A-Z](_co|_contra)?|_?P(\.args|\.kwargs)?"),  # type variables
+    # Type variables, whose names have modules in front since Sphinx 9.
+    ("py:.*", r"(aiocolocated\.(\w+\.)?)?([A-Z](_co|_contra)?|_?P(\.args|\.kwargs)?)"),
 ]
 if os.environ.get("DOCS_INTERSPHINX") == "1":
     extensions.append("sphinx.ext.intersphinx")
@@ -61,8 +62,9 @@ if os.environ.get("DOCS_INTERSPHINX") == "1":
     }
 else:
     _packages = (
-        "anyio asyncio cloudpickle collections concurrent contextlib contextvars enum jax jaxlib"
-        " logging np numpy os pathlib pytest threading time types typing typing_extensions"
+        "_asyncio anyio asyncio blockbuster cloudpickle collections concurrent contextlib contextvars"
+        " enum jax jaxlib logging np numpy os pathlib pytest threading time types typing"
+        " typing_extensions"
     )
     _builtins = (name for name in dir(builtins) if not name.startswith("_"))
     _outside = "|".join([*_packages.split(), *_builtins])

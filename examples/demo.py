@@ -30,8 +30,8 @@ from examples.server import model, work
 from examples.server.__main__ import MODES
 from examples.server.launch import run_server
 
-PROBES = 16
-PROBE_PERIOD = 0.01  # seconds, between the probes of all connections
+PROBES = 16  # connections: a probe that waits for its answer must not hold up the others
+PROBE_PERIOD = 0.01  # seconds between two probes
 
 
 @dataclasses.dataclass
@@ -59,20 +59,21 @@ async def probe_health(
 ) -> None:
     """Ask ``/healthz`` at ``due`` and every ``period`` seconds, on a connection kept open.
 
-    Appends the seconds from when a probe was due to its answer: after a stall, the probes that the
-    stall held up count as well. A plain socket, because a busy HTTP client adds milliseconds.
+    Appends the seconds from when a probe was due to its answer. Late probes are not made up for. A
+    plain socket, because a busy HTTP client adds milliseconds of its own.
     """
     address = httpx.URL(url)
     reader, writer = await asyncio.open_connection(address.host, address.port)
     while not stop.is_set():
-        await asyncio.sleep(due - time.perf_counter())
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readuntil(b"}")  # the body is a small JSON object
         if not head.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"the health check failed: {head!r}")
-        latencies.append(time.perf_counter() - due)
-        due += period
+        answered = time.perf_counter()
+        latencies.append(answered - due)
+        due = max(due + period, answered)
     writer.close()
     await writer.wait_closed()
 

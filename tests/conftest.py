@@ -128,7 +128,7 @@ class Script:
 
     def __init__(self, path: Path, source: str, **environment: str) -> None:
         path.write_text(textwrap.dedent(source))
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | environment
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
         self._read = b""
         self.process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", path.name],
@@ -141,7 +141,7 @@ class Script:
         )
 
     def wait_for(self, line: str, timeout: float = 60.0) -> None:
-        """Read standard output up to a line."""
+        """Read standard output up to a line, which the program has to flush."""
         stdout = self.process.stdout
         assert stdout is not None
         while select.select([stdout], [], [], timeout)[0]:

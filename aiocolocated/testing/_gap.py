@@ -18,7 +18,7 @@ _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 def loop_stack(frame: FrameType | None) -> str:
     """The stack of an event loop's thread, below the loop and without this kit, as text."""
-    frames = []
+    frames: list[traceback.FrameSummary] = []
     for summary in traceback.extract_stack(frame):
         file = summary.filename.replace("\\", "/")
         if file.endswith("asyncio/events.py"):  # runs callbacks; what is above is the same for all

@@ -19,7 +19,7 @@ import queue
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from time import perf_counter, sleep
 from typing import Any
 
@@ -33,7 +33,7 @@ _allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("allow_blocking"
 
 
 @contextlib.contextmanager
-def allow_blocking() -> Iterator[None]:
+def allow_blocking() -> Generator[None]:
     """Let the code in a block call blocking functions on the event loop.
 
     Holds for the current task, also across ``await``, and for tasks that it starts inside the block.
@@ -70,7 +70,7 @@ class BlockingGuard:
     """Refuses blocking calls on event loops while it is entered; from :func:`forbid_blocking`.
 
     Args:
-        grace: seconds that a computation may still take when it is waited for on a loop.
+        grace: seconds that a computation, or a thread, may still take when a loop waits for it.
 
     .. versionadded:: 0.1
     """
@@ -245,7 +245,7 @@ def _or_allowed(predicate: Callable[..., bool]) -> Callable[..., bool]:
 def _refused_error(engine: _Engine) -> type[Exception]:
     from blockbuster import BlockingError
 
-    class RecordedBlockingError(BlockingError):  # type: ignore[misc]
+    class RecordedBlockingError(BlockingError):
         def __init__(self, function: str) -> None:
             super().__init__(function)
             engine.record(function)
@@ -255,10 +255,11 @@ def _refused_error(engine: _Engine) -> type[Exception]:
                 if jax_call
                 else "run it in a thread, such as with `await channel.run(function, ...)`"
             )
-            self.args = (
+            text = (
                 f"Blocking call to {function} on the event loop's thread: {remedy}, or allow it "
-                "with aiocolocated.testing.allow_blocking()",
+                "with aiocolocated.testing.allow_blocking()"
             )
+            self.args = (text,)
 
     RecordedBlockingError.__name__ = RecordedBlockingError.__qualname__ = BlockingError.__name__
     RecordedBlockingError.__module__ = BlockingError.__module__
@@ -294,16 +295,19 @@ def _rules(engine: _Engine) -> Iterator[tuple[str, Any]]:
     """What blockbuster lacks, by name."""
     from blockbuster import BlockBusterFunction as Function
 
+    def join_is_short(thread: threading.Thread, timeout: float | None = None) -> bool:
+        if timeout is not None and timeout <= 0:
+            return True
+        # Loops join the thread that shut their executor down, just before it ends.
+        return _within_grace(engine, lambda: not thread.is_alive())
+
     yield (
         "threading.Thread.join",
         Function(
             threading.Thread,
             "join",
-            can_block_predicate=_join_is_short,
-            can_block_functions=[
-                ("asyncio/base_events.py", {"shutdown_default_executor"}),
-                ("asyncio/unix_events.py", {"_join_threads"}),
-            ],
+            can_block_predicate=join_is_short,
+            can_block_functions=[("asyncio/unix_events.py", {"_join_threads"})],
         ),
     )
     # It waits for the new thread to run, which takes over a second on a loaded machine. asyncio's
@@ -331,7 +335,9 @@ def _rules(engine: _Engine) -> Iterator[tuple[str, Any]]:
     for name in ("block_until_ready", "device_get"):
         yield f"jax.{name}", Function(jax, name, can_block_predicate=in_tree)
     yield "jax.effects_barrier", Function(jax, "effects_barrier")
-    methods = [(_compat.ArrayImpl, "jax.Array", name, in_array) for name in _ARRAY_METHODS]
+    methods: list[tuple[Any, str, str, Any]] = [
+        (_compat.ArrayImpl, "jax.Array", name, in_array) for name in _ARRAY_METHODS
+    ]
     functions = [(np, "numpy", name, in_items) for name in _NUMPY_FUNCTIONS]
     for owner, prefix, name, predicate in (*methods, *functions):
         if hasattr(owner, name):
@@ -339,10 +345,6 @@ def _rules(engine: _Engine) -> Iterator[tuple[str, Any]]:
                 owner, name, can_block_predicate=predicate, can_block_functions=[*_MAY_SHOW]
             )
             yield f"{prefix}.{name}", rule
-
-
-def _join_is_short(thread: threading.Thread, timeout: float | None = None) -> bool:
-    return not thread.is_alive() or (timeout is not None and timeout <= 0)
 
 
 def _get_is_short(items: Any, block: bool = True, timeout: float | None = None) -> bool:
@@ -366,14 +368,18 @@ def _ready_soon(engine: _Engine, leaves: Iterable[Any]) -> bool:
         return True
     from aiocolocated import _compat
 
-    deadline = perf_counter() + (engine.guards[-1].grace if engine.guards else 0.0)
     try:
-        while not _compat.all_ready(arrays):
-            if perf_counter() >= deadline:
-                return False
-            sleep(_POLL)
+        return _within_grace(engine, lambda: _compat.all_ready(arrays))
     except RuntimeError:  # deleted meanwhile, or donated: nothing to wait for
         return True
+
+
+def _within_grace(engine: _Engine, reached: Callable[[], bool]) -> bool:
+    deadline = perf_counter() + (engine.guards[-1].grace if engine.guards else 0.0)
+    while not reached():
+        if perf_counter() >= deadline:
+            return False
+        sleep(_POLL)
     return True
 
 
@@ -383,12 +389,13 @@ def _concrete(leaf: Any) -> Any:
 
     if type(leaf) is _compat.ArrayImpl:
         return leaf
-    import jax
+    import jax.core
+    import jax.numpy as jnp
 
     if (
         isinstance(leaf, jax.Array)
         and not isinstance(leaf, jax.core.Tracer)
-        and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     ):
         return _compat.key_data(leaf)
     return None

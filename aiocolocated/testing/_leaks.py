@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
-from types import CellType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from aiocolocated.testing._guard import allow_blocking
@@ -56,7 +56,8 @@ class LeakCheck:
         tasks: unfinished asyncio tasks of the running loop; only with ``async with``.
         arrays: live ``jax.Array`` on the default backend and on the CPU.
         descriptors: open file descriptors, on systems with ``/proc``. Not after a block that started
-            JAX's backend, which opens some for good.
+            something that keeps some for good: JAX's backend, or the loop of
+            :mod:`aiocolocated.from_thread`.
         collect: run the garbage collector before an array counts as leaked; if false, an array that only a
             reference cycle holds is reported.
         timeout: seconds to wait for what is on its way out.
@@ -105,7 +106,7 @@ class LeakCheck:
             self._take_stock()
 
     def _take_stock(self) -> None:
-        self._backend = _backend_started()
+        self._lasting = _lasting()
         self._old_threads = weakref.WeakSet(threading.enumerate())
         self._old_idents = set(sys._current_frames())
         self._old_calls = len(_calls())
@@ -223,7 +224,7 @@ class LeakCheck:
         ]
 
     def _leaked_descriptors(self, describe: bool) -> list[str]:
-        if not self._backend and _backend_started():
+        if self._lasting != _lasting():
             return []
         mine = _library_descriptors()
         return [
@@ -259,6 +260,14 @@ def _calls() -> list[Any]:
     return list(aiocolocated.runtime.calls())
 
 
+def _lasting() -> tuple[object, ...]:
+    """What lives as long as the process, once it was started, and holds descriptors."""
+    from aiocolocated import from_thread
+
+    loop = from_thread._own
+    return _backend_started(), None if loop is None else id(loop)
+
+
 def _backend_started() -> bool:
     if "jax" not in sys.modules:
         return False
@@ -285,26 +294,57 @@ def _describe(array: Any, arrays: list[Any]) -> str:
     devices = ", ".join(sorted(str(device) for device in array.devices()))
     shape = ",".join(map(str, array.shape))
     text = f"{array.dtype}[{shape}] on {devices}, {array.nbytes} bytes"
-    ours = {id(arrays), id(sys._getframe())}
-    holders = [holder for holder in gc.get_referrers(array) if id(holder) not in ours]
-    named = [name for holder in holders if (name := _name_of(holder)) is not None]
-    return f"{text}; held by {', '.join(named[:3])}" if named else text
+    holders = _holders_of(array, {id(arrays)}, levels=6)
+    return f"{text}; held by {holders}" if holders else text
 
 
-def _name_of(holder: Any) -> str | None:
-    if isinstance(holder, FrameType):
-        code = holder.f_code
-        if code.co_filename == __file__:
-            return None
-        return f"a frame of {code.co_qualname} ({code.co_filename}:{holder.f_lineno})"
-    if isinstance(holder, CellType):
-        return "a closure"
-    if isinstance(holder, dict):
-        for name, module in list(sys.modules.items()):
-            if getattr(module, "__dict__", None) is holder:
-                keys = ", ".join(str(key) for key in holder if not str(key).startswith("__"))
-                return f"module {name}" if len(keys) > 80 else f"module {name} ({keys})"
-    return f"a {type(holder).__qualname__}"
+def _holders_of(thing: object, ignored: set[int], levels: int) -> str:
+    """One chain of objects that keep ``thing`` alive, as far as the garbage collector knows."""
+    holders = gc.get_referrers(thing)
+    ignored.add(id(holders))
+    for holder in holders:
+        if id(holder) in ignored:
+            continue
+        ignored.add(id(holder))
+        fields: dict[Any, Any] = {}
+        if isinstance(holder, FrameType):
+            code = holder.f_code
+            if code.co_filename == __file__:
+                continue
+            name = f"{code.co_qualname} ({code.co_filename}:{holder.f_lineno})"
+        elif isinstance(holder, dict) and (module := _module_of(holder)):
+            return f"{module}{_key_of(thing, holder)}"
+        elif isinstance(holder, dict):
+            name = f"dict{_key_of(thing, holder)}"
+        else:
+            fields = _fields_of(holder)
+            name = f"{type(holder).__qualname__}{_key_of(thing, fields)}"
+        outer = _holders_of(holder, ignored | {id(fields)}, levels - 1) if levels > 1 else ""
+        return f"{name} in {outer}" if outer else name
+    return ""
+
+
+def _fields_of(thing: object) -> dict[Any, Any]:
+    fields = dict(getattr(thing, "__dict__", {}))
+    for base in type(thing).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            fields[slot] = getattr(thing, slot, None)
+    return fields
+
+
+def _module_of(namespace: dict[Any, Any]) -> str | None:
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__dict__", None) is namespace:
+            return f"module {name}"
+    return None
+
+
+def _key_of(thing: object, values: dict[Any, Any]) -> str:
+    for key, value in values.items():
+        if value is thing:
+            return f".{key}"
+    return ""
 
 
 def _open_descriptors() -> dict[int, str]:

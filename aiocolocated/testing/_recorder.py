@@ -309,7 +309,7 @@ class Rendezvous(_ByReference):
         """Block this thread until all have come.
 
         Returns:
-            How many had come before: 0 for the first, ``parties - 1`` for the last.
+            How many had come before; 0 for the first, ``parties - 1`` for the last.
 
         Raises:
             TimeoutError: they did not come within ``timeout`` seconds. Who gives up leaves: the others

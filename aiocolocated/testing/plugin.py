@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 
 _DEVICES_VARIABLE = "JAX_NUM_CPU_DEVICES"
 _MARKS = (
-    "no_blocking(enabled=True, *, grace=0.02, max_gap=None): fail the test if it blocks its event "
-    "loop: by a known blocking call or, with max_gap, for longer than so many seconds by anything",
-    "leak_check(enabled=True, *, threads=True, tasks=True, arrays=True, descriptors=True, "
-    "collect=True, timeout=2.0): fail the test if it leaves something behind",
+    (
+        "no_blocking(enabled=True, *, grace=0.02, max_gap=None): fail the test if it blocks its event "
+        "loop: by a known blocking call or, with max_gap, for longer than so many seconds by anything"
+    ),
+    (
+        "leak_check(enabled=True, *, threads=True, tasks=True, arrays=True, descriptors=True, "
+        "collect=True, timeout=2.0): fail the test if it leaves something behind"
+    ),
 )
 
 # --- settings ---------------------------------------------------------------------------------------
@@ -204,8 +208,9 @@ class _Checks:
     def after_test(self) -> None:
         """Fail the test for blocking its loop."""
         if self.guard is not None and self.guard.calls:
-            calls, _ = self.guard.calls, self.guard.clear()
-            pytest.fail(_tell(calls), pytrace=False)
+            message = _tell(self.guard.calls)
+            self.guard.clear()
+            pytest.fail(message, pytrace=False)
         if self.gap is not None and self.max_gap is not None:
             largest = self.gap.max_seconds
             if largest > self.max_gap:
@@ -286,7 +291,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @contextlib.contextmanager
-def _wrapped(item: pytest.Item, checks: _Checks) -> Iterator[None]:
+def _wrapped(item: pytest.Item, checks: _Checks) -> Generator[None]:
     """Have ``checks.run`` between the plugin that runs coroutine tests and the test itself."""
     cls = getattr(item, "cls", None)
     if not isinstance(item, pytest.Function) or (cls and issubclass(cls, unittest.TestCase)):
@@ -340,7 +345,7 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture(scope="session")
-def cpu_devices(pytestconfig: pytest.Config) -> list[jax.Device]:
+def cpu_devices(pytestconfig: pytest.Config) -> list[Any]:
     """JAX's CPU devices of this process, as many as ``colocated_cpu_devices`` says."""
     import jax
 
@@ -356,7 +361,7 @@ def cpu_devices(pytestconfig: pytest.Config) -> list[jax.Device]:
 
 
 @pytest.fixture(scope="session")
-def cpu_mesh(cpu_devices: list[jax.Device]) -> jax.sharding.Mesh:
+def cpu_mesh(cpu_devices: list[Any]) -> jax.sharding.Mesh:
     """All CPU devices as a mesh with one axis, ``"x"``."""
     import jax
     import numpy as np

@@ -64,7 +64,6 @@ class Meter:
         self.peak = max(self.peak, self.now)
 
 
-@colocated_python
 def decode(
     jpegs: Sequence[bytes], names: Sequence[str], count: int, shape: tuple[int, int]
 ) -> Pixels:
@@ -77,10 +76,13 @@ def decode(
     for row, jpeg, name in zip(images, jpegs, names, strict=False):
         try:
             with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
-                row[...] = image.convert("RGB")
+                row[...] = np.asarray(image.convert("RGB"))
         except (OSError, SyntaxError, ValueError) as exc:
             raise ValueError(f"{name} is not a readable JPEG of shape {shape}") from exc
     return images
+
+
+decode_on_host = colocated_python(decode)
 
 
 async def read_files(paths: Sequence[Path]) -> list[bytes]:
@@ -124,10 +126,13 @@ async def open_batches(
 
     Raises:
         ExceptionGroup: a file could not be read (``OSError``) or decoded (``ValueError``).
+        ValueError: ``size`` is no multiple of the number of devices.
     """
+    if size % len(devices):
+        raise ValueError(f"a batch of {size} cannot be split over {len(devices)} devices")
     meter = meter or Meter()
     hosts = colocated_cpu_devices(devices)
-    decode_on = [decode.specialize(devices=host) for host in hosts]
+    decode_on = [decode_on_host.specialize(devices=host) for host in hosts]
     part = size // len(devices)
 
     async def load(files: Sequence[Path]) -> Batch:

@@ -61,7 +61,7 @@ def analyse_in_a_loop(
         files = paths[start : start + size]
         new = [file.name for file in files]
         time.sleep(latency * len(files))
-        images = decode.__wrapped__([file.read_bytes() for file in files], new, size, shape)
+        images = decode([file.read_bytes() for file in files], new, size, shape)
         values = features(jax.device_put(images, sharding))
         rows.append(np.asarray(values)[: len(files)])
         names += new
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--tiles", type=int, default=512, help="how many images (%(default)s)")
     add("--side", type=int, default=224, help="their height and width (%(default)s)")
-    add("--batch", type=int, default=32, help="images per batch, a multiple of 8 (%(default)s)")
+    add("--batch", type=int, default=32, help="images per batch (%(default)s)")
     add("--prefetch", type=int, default=2, help="batches loaded ahead (%(default)s)")
     add("--fetch-ms", type=float, default=0, help="SIMULATION: every file takes longer to read")
     add("--folder", type=Path, help="where the tiles are kept (your cache)")
@@ -87,8 +87,11 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", 8)
     devices = jax.devices()
     shape = (args.side, args.side)
+    if args.batch % len(devices):
+        sys.exit(f"--batch {args.batch} cannot be split over {len(devices)} devices")
     paths = tiles.cut(args.tiles, args.side, args.folder)
-    analyse_in_a_loop(paths[: args.batch], args.batch, shape, devices)  # compile, for both
+    blank = np.zeros((args.batch, *shape, 3), np.uint8)
+    features(jax.device_put(blank, split_over(devices))).block_until_ready()  # compiled, for both
     meter = Meter()
     latency = args.fetch_ms / 1e3
 

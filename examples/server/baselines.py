@@ -32,8 +32,7 @@ class PlainJaxPredictor:
     ) -> None:
         self._params = params
         self._to_thread = to_thread
-        devices = list(params["w1"].devices())
-        (self._host,) = jax_colocated_python.colocated_cpu_devices(devices)
+        (self._host,) = jax_colocated_python.colocated_cpu_devices(jax.devices()[:1])
 
         def decode(data: jax.Array) -> jax.Array:
             return jnp.asarray(work.decode_png(np.asarray(data).tobytes()))

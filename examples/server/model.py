@@ -35,9 +35,8 @@ def load_digits() -> Digits:
     # Imported here: a server that finds its weights in a file does not need scikit-learn.
     from sklearn import datasets  # type: ignore[import-untyped, unused-ignore]
 
-    data = datasets.load_digits()
-    images = (data.data / 16.0).astype(np.float32)
-    labels = data.target.astype(np.int64)
+    images, labels = map(np.asarray, datasets.load_digits(return_X_y=True))
+    images, labels = (images / 16).astype(np.float32), labels.astype(np.int64)
     order = np.random.default_rng(0).permutation(len(images))
     test, train = order[:HELD_OUT], order[HELD_OUT:]
     return Digits(images[train], labels[train], images[test], labels[test])
@@ -50,7 +49,7 @@ def forward(params: Params, pixels: jax.Array) -> jax.Array:
     return hidden @ params["w2"] + params["b2"]
 
 
-def infer(params: Params, pixels: jax.typing.ArrayLike, host: jax.Device) -> jax.Array:
+def infer(params: Params, pixels: jax.Array | Images, host: jax.Device) -> jax.Array:
     """Run the model where its parameters live and bring the logits back to ``host``.
 
     With an accelerator these are two transfers; on a CPU-only machine ``device_put`` does nothing.

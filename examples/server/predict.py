@@ -46,7 +46,7 @@ class Predictor:
         self._params = params
         self._log_path = log_path
         self._slow_disk = slow_disk
-        (self._host,) = colocated_cpu_devices(list(params["w1"].devices()))
+        (self._host,) = colocated_cpu_devices(jax.devices()[:1])
         # A call finds its host by its arrays. `bytes` have no device, so it is named here.
         self._decode = decode.specialize(devices=[self._host])
         # Decoding needs the GIL nearly all the time. Two at once would not be faster and the event

@@ -61,7 +61,6 @@ def other_tasks() -> set[asyncio.Task[object]]:
 
 def images_in_memory() -> int:
     """Decoded tiles that exist, by the buffers that JAX holds: several arrays may share one."""
-    gc.collect()  # frames of tracebacks hold some, in cycles
     images = {
         shard.data.unsafe_buffer_pointer(): shard.data.shape[0]
         for array in jax.live_arrays()
@@ -99,6 +98,13 @@ def test_cut_makes_distinct_jpegs_once(folder: Path, paths: list[Path]) -> None:
     before = [path.stat().st_mtime_ns for path in paths]
     assert tiles.cut(len(paths), SIDE, folder) == paths
     assert [path.stat().st_mtime_ns for path in paths] == before
+
+
+def test_batch_that_cannot_be_split_is_refused(folder: Path) -> None:
+    """The program says so before it does anything."""
+    done = run_program(folder, "--batch", "12")
+    assert done.returncode == 1
+    assert done.stderr == "--batch 12 cannot be split over 8 devices\n"
 
 
 @pytest.mark.asyncio
@@ -163,6 +169,7 @@ async def test_leaving_early_stops_everything(paths: list[Path], leave: str) -> 
         del raised
     assert consumed == 2 * SIZE
     assert other_tasks() == before
+    gc.collect()  # frames of tracebacks hold some, in cycles
     assert images_in_memory() == 0
     started = meter.now
     await asyncio.sleep(0.05)
@@ -173,12 +180,16 @@ async def test_leaving_early_stops_everything(paths: list[Path], leave: str) -> 
 async def test_cancelling_the_consumer_stops_everything(paths: list[Path]) -> None:
     """A timeout around the block ends the loading too."""
     before = other_tasks()
+
+    async def consume() -> None:
+        async with open_batches(paths, SIZE, SHAPE, jax.devices()) as batches:
+            async for _ in batches:
+                await asyncio.Event().wait()
+
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            async with open_batches(paths, SIZE, SHAPE, jax.devices()) as batches:
-                async for _ in batches:
-                    await asyncio.Event().wait()
+        await asyncio.wait_for(consume(), 0.2)
     assert other_tasks() == before
+    gc.collect()  # frames of tracebacks hold some, in cycles
     assert images_in_memory() == 0
 
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that stay uncomputed for as long as a test wants, made by real JAX programs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_lates: weakref.WeakValueDictionary[int, Late] = weakref.WeakValueDictionary()
+
+
+class Late:
+    """Makes an array that is computed when :meth:`release` says so, or fails when :meth:`fail` does.
+
+    Pass it to a body as an argument. At most seven may be pending at once: each occupies one of the
+    threads of JAX's CPU client, which has as many as there are devices.
+    """
+
+    _count = 0
+
+    def __init__(self) -> None:
+        Late._count += 1
+        self.number = Late._count
+        self.error: Exception | None = None
+        self._thread = 0
+        self._inline = False
+        self._go = threading.Event()
+        _lates[self.number] = self
+
+    def array(self, x: jax.Array) -> jax.Array:
+        """``x``, some time later: dispatched now, on the device or devices of ``x``."""
+        # A host callback blocks the program, but JAX runs one inline when its inputs are there
+        # already. So it gets its input from a matrix product; one that is done too early is seen.
+        work, hold = _programs(x)
+        self._thread, steps = threading.get_ident(), 64
+        while True:
+            self._inline = False
+            array = hold(x, self.number, work(steps))
+            if not self._inline:
+                return array
+            steps *= 2
+
+    def release(self) -> None:
+        """Let the array be computed."""
+        self._go.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let its computation fail; on one device only, or JAX waits for ever for the others."""
+        self.error = error
+        self._go.set()
+
+    def _wait(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._inline = True
+        elif not self._go.wait(20):
+            raise TimeoutError("nobody released the late array")
+        elif self.error is not None:
+            raise self.error
+
+
+def _hold(number: jax.Array, _: jax.Array) -> np.ndarray:
+    _lates[int(number)]._wait()
+    return np.zeros((), np.float32)
+
+
+_made: dict[object, object] = {}
+
+
+def _programs(x: jax.Array):
+    """The two programs for the devices of ``x``."""
+    devices = x.sharding.device_set
+    key = frozenset(devices)
+    if key not in _made:
+        one = min(devices, key=lambda d: d.id)
+        spread = x.sharding
+        if len(devices) > 1:
+            mesh = Mesh(np.array(sorted(devices, key=lambda d: d.id)), ("d",))
+            spread = NamedSharding(mesh, PartitionSpec())
+
+        def work(steps):
+            ones = jnp.full((64, 64), 0.01, jnp.float32, device=spread)
+            return jax.lax.fori_loop(0, steps, lambda _, y: y @ y, ones)[0, 0] * 0
+
+        def hold(x, number, late):
+            held = jax.pure_callback(
+                _hold,
+                jax.ShapeDtypeStruct((), jnp.float32),
+                number,
+                late,
+                sharding=jax.sharding.SingleDeviceSharding(one),
+            )
+            return x + held.astype(x.dtype)
+
+        _made[key] = jax.jit(work), jax.jit(hold)
+    return _made[key]
