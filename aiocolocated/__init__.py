@@ -48,7 +48,7 @@ from aiocolocated._runtime import (
 )
 from aiocolocated._settings import Settings as Settings
 from aiocolocated._taskgroups import TaskGroup as TaskGroup
-from aiocolocated._types import CallState as CallState
+from aiocolocated._types import CallState as CallState, publish as _publish
 from aiocolocated._waiting import (
     as_completed as as_completed,
     gather as gather,
@@ -100,11 +100,4 @@ __all__ = [
     "wait_until_ready",
 ]
 
-for _name in __all__:
-    _object = globals()[_name]
-    if getattr(_object, "__module__", "").startswith("aiocolocated._"):
-        try:
-            _object.__module__ = "aiocolocated"
-        except AttributeError:  # an instance
-            continue
-del _name, _object
+_publish(globals(), "aiocolocated")

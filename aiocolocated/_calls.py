@@ -41,6 +41,7 @@ class CallChannel(Protocol):
     @property
     def name(self) -> str:
         """For errors and listings."""
+        ...
 
     def _admit(self, wakes: Wakes) -> None:
         """Give places that became free to calls that wait for room."""
@@ -73,26 +74,33 @@ class Plan(Protocol):
     @property
     def name(self) -> str:
         """Of the function, for errors and listings."""
+        ...
 
     @property
     def host(self) -> str:
         """Of the host that runs the body."""
+        ...
 
     @property
     def dispatches(self) -> bool:
         """Whether the body is a JAX program, so that its arrays say which devices it runs on."""
+        ...
 
     def body(self) -> Callable[..., Any]:
         """The function to call, shipped if that is needed (worker thread)."""
+        ...
 
     def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Call]:
         """The futures among the arguments."""
+        ...
 
     def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
         """Arguments as the body sees them; ``values`` by ``id`` of their future (worker thread)."""
+        ...
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         """The result as the caller sees it, and the arrays to wait for (worker thread)."""
+        ...
 
 
 class Call:

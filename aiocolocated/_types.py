@@ -27,3 +27,14 @@ class CallState(enum.IntEnum):
 
 # Plain ints for the hot path: comparing enum members costs three times as much.
 QUEUED, RUNNING, DISPATCHED, READY, FAILED, CANCELLED = (int(s) for s in CallState)
+
+
+def publish(namespace: dict[str, Any], module: str) -> None:
+    """Make the names in ``__all__`` say that they live in ``module``, where tracebacks find them."""
+    for name in namespace["__all__"]:
+        value = namespace[name]
+        if getattr(value, "__module__", "").startswith("aiocolocated."):
+            try:
+                value.__module__ = module
+            except AttributeError:  # an instance
+                continue

@@ -100,6 +100,7 @@ def main() -> int:
         _report.write(RESULTS / f"{name}.json", of_name, where)
     if options.json is not None:
         _report.write(options.json, results, where)
+    print(_report.heading(where), end="\n\n")
     print(_report.table(results))
     print()
     print(_report.summary(results))

@@ -125,6 +125,16 @@ def environment(*, quick: bool) -> dict[str, Any]:
     }
 
 
+def heading(where: dict[str, Any]) -> str:
+    """One line on the environment."""
+    load = where["load_average"][0]
+    busy = " (busy: the numbers are noisy)" if load > 0.5 * where["cpus"] else ""
+    return (
+        f"Python {where['python']}, JAX {where['versions']['jax']}, {where['cpus']} cores, "
+        f"load {load:.1f}{busy}{', quick' if where['quick'] else ''}"
+    )
+
+
 def as_json(results: Sequence[Result], where: dict[str, Any]) -> dict[str, Any]:
     """The results for machines: every sample, the medians, ratios and verdicts."""
     return {

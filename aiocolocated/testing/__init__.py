@@ -9,6 +9,7 @@ pytest, importing it starts no JAX backend, and only :func:`forbid_blocking` nee
 
 from __future__ import annotations
 
+from aiocolocated._types import publish as _publish
 from aiocolocated.testing._gap import LoopGap as LoopGap, measure_loop_gap as measure_loop_gap
 from aiocolocated.testing._guard import (
     BlockedCall as BlockedCall,
@@ -39,6 +40,4 @@ __all__ = [
     "measure_loop_gap",
 ]
 
-for _name in __all__:
-    globals()[_name].__module__ = "aiocolocated.testing"  # what tracebacks, pickles and help() say
-del _name
+_publish(globals(), "aiocolocated.testing")
