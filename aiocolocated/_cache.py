@@ -49,15 +49,15 @@ class SpecializationCache(Generic[V]):
         """The entry of ``key``, made by ``make`` if absent. ``make`` must be quick: others wait."""
         global _misses
         with self._lock:
-            try:
+            value = self._entries.get(key)
+            if value is not None:
                 self._entries.move_to_end(key)
-                return self._entries[key]
-            except KeyError:
-                value = self._entries[key] = make()
-                _misses += 1
-                if len(self._entries) > _MAXSIZE:
-                    self._entries.popitem(last=False)
                 return value
+            value = self._entries[key] = make()
+            _misses += 1
+            if len(self._entries) > _MAXSIZE:
+                self._entries.popitem(last=False)
+            return value
 
     def clear(self) -> None:
         with self._lock:
@@ -87,11 +87,15 @@ def function_key(function: Callable[..., Any] | None) -> Hashable:
     ``f.specialize(out_specs_fn=lambda x: spec)`` in a loop must not make an entry each time.
     """
     if not isinstance(function, types.FunctionType):
+        try:
+            hash(function)
+        except TypeError:
+            return type(function), id(function)  # its entry keeps it alive
         return function
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    key = (function.__code__, id(function.__globals__), function.__defaults__, cells)
     try:
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        key = (function.__code__, id(function.__globals__), function.__defaults__, cells)
         hash(key)
-    except TypeError:
+    except (TypeError, ValueError):  # unhashable, or a variable that is not assigned yet
         return function
     return key if not function.__kwdefaults__ else function

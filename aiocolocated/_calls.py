@@ -24,6 +24,11 @@ from aiocolocated._workers import Worker, local, pool
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 
+# The call whose body waits for the code that runs in this context, see `from_thread`.
+waiting_body: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
+    "aiocolocated_waiting_body", default=None
+)
+
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -106,36 +111,26 @@ class Plan(Protocol):
 class Call:
     """One invocation of a body; :class:`ArrayFuture` is its public face."""
 
+    # What few calls need is a class attribute until it is set: making a call is most of submitting one.
     __slots__ = (
+        "__dict__",
         "__weakref__",
         "_args",
-        "_blocked",
         "_channel",
         "_code",
         "_config",
         "_context",
-        "_convert",
-        "_dependencies",
-        "_dependents",
-        "_dispatch_waiters",
-        "_futures",
         "_kwargs",
         "_lasti",
         "_loop",
-        "_nested_channel",
         "_owner",
         "_plan",
-        "_release",
-        "_report",
         "_started",
         "_state",
         "_submitted",
-        "_traceback",
         "_value",
         "_waiter_count",
         "_waiters",
-        "_waiting_on",
-        "_wide",
     )
 
     _plan: Plan
@@ -152,20 +147,21 @@ class Call:
     _started: float
     _state: int
     _value: Any  # the result, or the error
-    _traceback: TracebackType | None  # where every raise of the error starts
-    _blocked: int  # dependencies that are not dispatched yet
-    _wide: bool  # a multi-device program
-    _convert: bool  # the arguments need work before the body sees them
     _waiter_count: int
     _waiters: list[Waiter] | None
-    _dispatch_waiters: list[Waiter] | None
-    _futures: list[Call] | None  # among the arguments, until submitted
-    _dependencies: list[Call] | None
-    _dependents: list[Call] | None
-    _report: FailureReport | None
-    _waiting_on: Call | None  # what the body waits for
-    _nested_channel: Any  # of the calls that the body makes
-    _release: Callable[[Wakes], None] | None  # gives a task group's slot back
+
+    _traceback: TracebackType | None = None  # where every raise of the error starts
+    _blocked: int = 0  # dependencies that are not dispatched yet
+    _wide: bool = False  # a multi-device program
+    _convert: bool = False  # the arguments need work before the body sees them
+    _dispatch_waiters: list[Waiter] | None = None
+    _futures: list[Call] | None = None  # among the arguments, until submitted
+    _dependencies: list[Call] | None = None
+    _dependents: list[Call] | None = None
+    _report: FailureReport | None = None
+    _waiting_on: Call | None = None  # what the body waits for
+    _nested_channel: Any = None  # of the calls that the body makes
+    _release: Callable[[Wakes], None] | None = None  # gives a task group's slot back
 
     @classmethod
     def _create(
@@ -194,20 +190,8 @@ class Call:
         self._started = 0.0
         self._state = QUEUED
         self._value = None
-        self._traceback = None
-        self._blocked = 0
-        self._wide = False
-        self._convert = False
         self._waiter_count = 0
         self._waiters = None
-        self._dispatch_waiters = None
-        self._futures = None
-        self._dependencies = None
-        self._dependents = None
-        self._report = None
-        self._waiting_on = None
-        self._nested_channel = None
-        self._release = None
         return self
 
     def _where(self) -> str:
@@ -399,7 +383,8 @@ class Call:
         except BaseException as exc:
             error = self._as_error(exc)
         local.call = None
-        self._nested_channel = None
+        if self._nested_channel is not None:
+            self._nested_channel = None
         order = self._channel._order
         with LOCK:
             order.body_ended()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final
 
-from aiocolocated._calls import Call
+from aiocolocated._calls import Call, waiting_body
 from aiocolocated._exceptions import ArgumentError, ChannelClosedError, DeadlockError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes, bridge_for
@@ -238,6 +238,8 @@ class TaskChannel:
             ArgumentError: ``fn`` is a coroutine function or not callable.
         """
         frame = sys._getframe(1)
+        if hasattr(fn, "_prepare_call"):  # a colocated function: run() would get its future
+            return submit(self._prepare(fn, args, kwargs, frame.f_code, frame.f_lasti))
         plan = RunPlan(fn)
         return submit(plan.prepare(self, args, kwargs, frame.f_code, frame.f_lasti))
 
@@ -361,8 +363,8 @@ class TaskChannel:
             del position.active[last]
 
     def _refuse_own_body(self, what: str) -> None:
-        call: Call | None = local.call
-        if call is not None and call._channel is self:
+        call: Call | None = local.call or waiting_body.get()
+        if call is not None and call is self._order.running:
             raise DeadlockError(
                 f"{what} of channel {self.name!r} was called inside the body of {call._plan.name}, "
                 "which runs in that channel: it would wait for itself"

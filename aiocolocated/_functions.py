@@ -133,11 +133,14 @@ class ColocatedFunction(Generic[P, R]):
                     lasti,
                 )
         plan, futures, convert = self._specialization(args, kwargs)
+        if plan.per_call:
+            plan, convert = plan.of_one_call(), True
         call: ArrayFuture[Any] = _create(
             plan, args, kwargs, channel, owner or current_owner(), _get_running_loop(), code, lasti
         )
-        call._futures = futures or None
-        call._convert = convert
+        if convert:
+            call._futures = futures or None
+            call._convert = True
         return call
 
     def _specialization(
@@ -220,10 +223,8 @@ class ColocatedFunction(Generic[P, R]):
                     f"{base.host.name} host only has those of process {base.host.process_index}"
                 )
         in_specs = self._in_specs
-        if in_specs is None and self._out_specs_fn is not None and not late:
-            in_specs = jax.tree_util.tree_map(
-                lambda x: _specs.spec_of(x) if hasattr(x, "dtype") else x, (args, kwargs)
-            )
+        if in_specs is None and self._out_specs_fn is not None and not late and not static:
+            in_specs = _specs.specs_of(args, kwargs)
         all_arrays = not kwargs and not static and all(type(x) is ArrayImpl for x in args)
         flat = cast("Any", tuple(parts)) if all_arrays and len(args) == len(leaves) else None
         return Specialization(base, in_specs, self._out_specs_fn, devices, flat)
@@ -265,6 +266,7 @@ class ColocatedFunction(Generic[P, R]):
                 raise SpecError(f"{self._base.name}: {what} already specified")
         if in_specs is not None:
             _check_in_specs(self._base.name, in_specs)
+            in_specs = (tuple(in_specs[0]), in_specs[1])
         if out_specs_fn is not None and not callable(out_specs_fn):
             raise SpecError(
                 f"{self._base.name}: out_specs_fn must be callable, got {out_specs_fn!r}"
@@ -463,8 +465,12 @@ def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
     """
     if not isinstance(devices_or_mesh, jax.sharding.Mesh):
         devices_or_mesh = _specs.as_devices(devices_or_mesh)
+    is_mesh = isinstance(devices_or_mesh, jax.sharding.Mesh)
+    if all(d.platform == "cpu" for d in _specs.as_devices(devices_or_mesh)):
+        return devices_or_mesh  # JAX gives the first ones of the process instead
     try:
-        return _compat.colocated_cpu_devices(devices_or_mesh)
+        found = _compat.colocated_cpu_devices(devices_or_mesh)
+        return found if is_mesh else tuple(found)
     except Exception as error:
         cpus = len(jax.devices("cpu"))
         raise SpecError(

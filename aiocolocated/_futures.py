@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 from aiocolocated import _service
-from aiocolocated._calls import Call, set_traceback
+from aiocolocated._calls import Call, set_traceback, waiting_body
 from aiocolocated._exceptions import BodyError, CallCancelledError, DeadlockError
 from aiocolocated._loops import LoopCallback, Wakes, bridge_for
 from aiocolocated._settings import LOCK
@@ -119,6 +119,10 @@ class ArrayFuture(Call, Generic[R_co]):
 
     def _suspend(self, phase: int) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
+        body = waiting_body.get()
+        if body is not None:
+            with LOCK:
+                self._refuse_cycle(body)
         waiter = LoopWaiter(bridge_for(loop), loop.create_future())
         if not self._add_waiter(waiter, phase):
             return

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import threading
 import jax
 
 from aiocolocated import _cache, _compat, _specs, _values
@@ -28,6 +29,7 @@ class Specialization:
 
     __slots__ = (
         "_base",
+        "_lock",
         "_out",
         "_sharding",
         "_single",
@@ -36,6 +38,7 @@ class Specialization:
         "in_specs",
         "name",
         "out_specs_fn",
+        "per_call",
     )
 
     dispatches = False
@@ -46,7 +49,7 @@ class Specialization:
         in_specs: Any,
         out_specs_fn: Callable[..., Any] | None,
         devices: Devices | None,
-        flat: tuple[tuple[Any, Any, Any], ...] | None,
+        flat: tuple[tuple[Any, Any, Any], ...] | None = None,
     ) -> None:
         self._base = base
         self.name = base.name
@@ -54,9 +57,16 @@ class Specialization:
         self.out_specs_fn = out_specs_fn
         self.devices = devices
         self.flat = flat  # (shape, dtype, sharding) per positional argument, if all are arrays
+        # The output specs depend on what is not in the specs: on Python values, or on futures.
+        self.per_call = out_specs_fn is not None and in_specs is None
+        self._lock = threading.RLock()
         self._out: tuple[Any, Any, list[jax.ShapeDtypeStruct]] | None = None
         self._single: tuple[Any, Any, Any] | None = None  # of an output spec that is one leaf
         self._sharding: jax.sharding.Sharding | None = None
+
+    def of_one_call(self) -> Specialization:
+        """For one call of a specialization that is ``per_call``; ``bind`` completes it."""
+        return Specialization(self._base, None, self.out_specs_fn, self.devices)
 
     @property
     def host(self) -> str:
@@ -103,6 +113,8 @@ class Specialization:
                 leaf = _values.place(leaf, sharding, f"{what}: {name_path(path)}")
             placed.append(leaf)
         result: tuple[Args, Kwargs] = jax.tree_util.tree_unflatten(tree, placed)
+        if self.per_call:
+            self._set_out(_specs.specs_of(*result))
         return result
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
@@ -129,16 +141,22 @@ class Specialization:
         where = f"{self.name} returned {_specs.result_path(path)}"
         return _values.place(leaf, self._sharding, where)
 
+    def _set_out(self, in_specs: Any) -> None:
+        assert self.out_specs_fn is not None
+        args, kwargs = in_specs
+        expected = self.out_specs_fn(*args, **kwargs)
+        _specs.check_specs(f"out_specs_fn of {self.name}", expected)
+        leaves, tree = _tree_flatten(expected)
+        self._out = (expected, tree, leaves)
+        if tree == _LEAF:  # type: ignore[operator]
+            self._single = (leaves[0].shape, leaves[0].dtype, leaves[0].sharding)
+
     def _check_result(self, value: Any) -> None:
         if self._out is None:
-            assert self.out_specs_fn is not None
-            args, kwargs = self.in_specs if self.in_specs is not None else ((), {})
-            expected = self.out_specs_fn(*args, **kwargs)
-            _specs.check_specs(f"out_specs_fn of {self.name}", expected)
-            leaves, tree = _tree_flatten(expected)
-            self._out = (expected, tree, leaves)
-            if tree == _LEAF:  # type: ignore[operator]
-                self._single = (leaves[0].shape, leaves[0].dtype, leaves[0].sharding)
+            with self._lock:  # concurrent first calls ask once
+                if self._out is None:
+                    self._set_out(self.in_specs)
+        assert self._out is not None
         expected, tree, specs = self._out
         leaves, got = _tree_flatten(value)
         if got == tree and all(

@@ -22,6 +22,14 @@ def spec_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
 
+def specs_of(args: Any, kwargs: Any) -> Any:
+    """The specs of a call's arguments, as ``in_specs`` has them; Python values stay what they are."""
+    return jax.tree_util.tree_map(
+        lambda x: spec_of(x) if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x,
+        (args, kwargs),
+    )
+
+
 def argument_path(path: KeyPath, function: Callable[..., Any] | None = None) -> str:
     """Words for a key path into ``(args, kwargs)``: ``args[0]['w'] (parameter 'params')``."""
     root, *rest = path

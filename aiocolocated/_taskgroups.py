@@ -104,8 +104,10 @@ class TaskGroup(asyncio.TaskGroup):
             if isinstance(error, BaseExceptionGroup):
                 known = _members(error)
                 errors = [e for e in errors if id(e) not in known and e is not exc]
-                if errors:
-                    raise error.derive([*error.exceptions, *errors])
+                # A task that awaited a call fails with the same object as the group's own look at it.
+                unique = {id(e): e for e in (*error.exceptions, *errors)}
+                if len(unique) != len(error.exceptions):
+                    error = error.derive(list(unique.values()))
                 raise error
             if errors and (error is None or isinstance(error, asyncio.CancelledError)):
                 raise BaseExceptionGroup("unhandled errors in a TaskGroup", errors)

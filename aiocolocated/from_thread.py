@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from aiocolocated import _service
+from aiocolocated._calls import waiting_body
 from aiocolocated._exceptions import DeadlockError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._settings import LOCK
@@ -102,7 +103,13 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
             "await the coroutine instead"
         )
     loop = _loop()
-    future: concurrent.futures.Future[R] = asyncio.run_coroutine_threadsafe(call(), loop)
+    body = local.call
+
+    async def on_behalf() -> R:
+        waiting_body.set(body)  # so that waiting for what this body stands in the way of is refused
+        return await call()
+
+    future: concurrent.futures.Future[R] = asyncio.run_coroutine_threadsafe(on_behalf(), loop)
     try:
         with waiting():
             return future.result(timeout)

@@ -541,18 +541,22 @@ class ChannelMachine(RuleBasedStateMachine):
     def waiter_was_cancelled(self, call):
         """The last waiter takes the call with it; unfinished dependents are waiters, too."""
         needed = any(call in other.needs and not other.over for other in self.calls)
-        if not (call.waiters or needed):
+        awaited = any(not call.reached(phase) for phase in call.waiters.values())
+        if not (awaited or needed):
             self.end(call, "cancelled")
 
-    def may_start(self, call):
+    def is_next(self, call):
         lane = call.lane
         return (
             lane.queue[:1] == [call]
             and lane.running is None
             and len(lane.computing) < lane.max_in_flight
             and all(need.reached("dispatched") for need in call.needs)
-            and not ((call.wide or lane.wide) and self.in_gate >= self.GATE)
         )
+
+    def may_start(self, call):
+        wide = call.wide or call.lane.wide
+        return self.is_next(call) and not (wide and self.in_gate >= self.GATE)
 
     @property
     def in_gate(self):
@@ -584,18 +588,15 @@ class ChannelMachine(RuleBasedStateMachine):
         """Wait until everything that is due has started, and all that can be seen agrees."""
         deadline = time.monotonic() + self.PATIENCE
         while True:
-            await self.give_room()
+            await self.end_doomed()
             while not self.started.empty():
                 call = self.started.get()
+                await self.end_doomed()
                 assert self.may_start(call), f"{call!r} must not start now"
                 call.lane.queue.remove(call)
                 call.state, call.runs = "running", True
                 call.wide |= call.lane.wide
-                await self.give_room()
-            for call in self.calls:
-                if call.doomed and call.state == "queued" and self.may_start(call):
-                    self.end(call, call.doomed.state, call.doomed.error)
-                    await self.give_room()
+            await self.end_doomed()
             due = [call for call in self.calls if call.state == "queued" and self.may_start(call)]
             differences = self.differences()
             if not due and not differences and self.started.empty():
@@ -609,6 +610,14 @@ class ChannelMachine(RuleBasedStateMachine):
                 if call.reached(phase):
                     del call.waiters[task]
                     await self.check_waiter(call, task)
+
+    async def end_doomed(self):
+        """What needs a failed call fails when it is its turn, without being run."""
+        await self.give_room()
+        for call in self.calls:
+            if call.doomed and self.is_next(call) and call.future.done():
+                self.end(call, call.doomed.state, call.doomed.error)
+                await self.give_room()
 
     async def give_room(self):
         """Submitters that wait get in, in order, or are turned away."""
@@ -659,9 +668,9 @@ class ChannelMachine(RuleBasedStateMachine):
 
     def check_error(self, call, error):
         if isinstance(call.error, type):
-            assert isinstance(error, call.error)
+            assert isinstance(error, call.error), f"{call!r} failed with {error!r}"
         else:
-            assert error is call.error
+            assert error is call.error, f"{call!r} failed with {error!r}, not {call.error!r}"
 
     # -- what may happen -------------------------------------------------------------------------------
 
@@ -675,7 +684,9 @@ class ChannelMachine(RuleBasedStateMachine):
         by_run, broad = kind.startswith("run"), kind == "run wide"
         # A colocated call wants all its arrays on one device list; `run` does not care.
         needs = [call for call in self.calls[-8:] if by_run or not call.by_run]
-        if needs and not lane.stops:  # or a call may be struck by two errors
+        # A call must not be struck by two errors at once, nor become a waiter in the same step
+        # in which the last other waiter leaves.
+        if needs and not lane.stops and not (kind == "wait" and lane.full):
             needs = data.draw(st.lists(st.sampled_from(needs), max_size=2, unique=True), "needs")
         else:
             needs = []
