@@ -87,6 +87,11 @@ class Plan(Protocol):
         ...
 
     @property
+    def devices(self) -> Any:
+        """Where the call runs, a tuple of devices; ``None`` if that is not known."""
+        ...
+
+    @property
     def dispatches(self) -> bool:
         """Whether the body is a JAX program, so that its arrays say which devices it runs on."""
         ...
@@ -420,17 +425,22 @@ class Call:
         config, self._config = self._config, None
         self._args = self._kwargs = self._context = None  # type: ignore[assignment]
         try:
-            if self._convert:
-                args, kwargs = self._bind(args, kwargs)
             body = plan.body()
             assert context is not None
             options = context.get(_contexts.scope)
             if config is None and not options:
+                if self._convert:
+                    args, kwargs = self._bind(args, kwargs)
                 value = context.run(body, *args, **kwargs)
             else:
-                value = context.run(
-                    _contexts.run_configured, config, options or (), body, args, kwargs
-                )
+                # Placing NumPy values depends on the configuration, too.
+                with _contexts.in_force(config, options or ()):
+                    if self._convert:
+                        args, kwargs = self._bind(args, kwargs)
+                    value = context.run(body, *args, **kwargs)
+                    del args, kwargs
+                    args, kwargs = (), {}
+                    return plan.finish(value)
         finally:
             del self, args, kwargs, context
         return plan.finish(value)

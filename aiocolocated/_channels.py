@@ -7,13 +7,14 @@ import asyncio
 import dataclasses
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final, overload
 
 from aiocolocated._calls import Call, waiting_body
-from aiocolocated._exceptions import ArgumentError, ChannelClosedError, DeadlockError
+from aiocolocated._exceptions import ChannelClosedError, DeadlockError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes, bridge_for
 from aiocolocated._ordering import ChannelOrder, Ticket
@@ -178,10 +179,18 @@ class TaskChannel:
 
     # -- submitting ---------------------------------------------------------------------------------
 
+    @overload
     def submit_nowait(
         self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> ArrayFuture[R]:
+    ) -> ArrayFuture[R]: ...
+    @overload
+    def submit_nowait(
+        self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]: ...
+    def submit_nowait(self, fn: Any, /, *args: Any, **kwargs: Any) -> ArrayFuture[Any]:
         """Submit a colocated call to this channel; its place is fixed when this returns.
+
+        Takes other callables too, and runs them like :meth:`run`.
 
         Raises:
             WouldBlock: the channel is full, or others wait for room already (on a loop's thread;
@@ -192,10 +201,18 @@ class TaskChannel:
         frame = sys._getframe(1)
         return submit(self._prepare(fn, args, kwargs, frame.f_code, frame.f_lasti))
 
+    @overload
     async def submit(
         self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> ArrayFuture[R]:
+    ) -> ArrayFuture[R]: ...
+    @overload
+    async def submit(
+        self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]: ...
+    async def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> ArrayFuture[Any]:
         """Wait for room, submit, and return the future; ``await`` it again for the result.
+
+        Takes other callables too, and runs them like :meth:`run`.
 
         Ordering: first come, first served, never overtaken by ``submit_nowait``; the call takes its
         place when room is granted.
@@ -223,7 +240,13 @@ class TaskChannel:
             raise ticket.error
         return call
 
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
+    @overload
+    def run(
+        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ArrayFuture[R]: ...
+    @overload
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]: ...
+    def run(self, fn: Any, /, *args: Any, **kwargs: Any) -> ArrayFuture[Any]:
         """Call anything in this channel, off the loop: a jitted function, say.
 
         Tracing, compiling and dispatching happen on a worker thread, in the channel's order and on
@@ -238,10 +261,7 @@ class TaskChannel:
             ArgumentError: ``fn`` is a coroutine function or not callable.
         """
         frame = sys._getframe(1)
-        if hasattr(fn, "_prepare_call"):  # a colocated function: run() would get its future
-            return submit(self._prepare(fn, args, kwargs, frame.f_code, frame.f_lasti))
-        plan = RunPlan(fn)
-        return submit(plan.prepare(self, args, kwargs, frame.f_code, frame.f_lasti))
+        return submit(self._prepare(fn, args, kwargs, frame.f_code, frame.f_lasti))
 
     def _prepare(
         self,
@@ -251,13 +271,7 @@ class TaskChannel:
         code: CodeType,
         lasti: int,
     ) -> ArrayFuture[Any]:
-        try:
-            prepare = fn._prepare_call
-        except AttributeError:
-            raise ArgumentError(
-                f"a channel's submit takes a colocated function, got {fn!r}; "
-                "TaskChannel.run takes any callable"
-            ) from None
+        prepare = getattr(fn, "_prepare_call", None) or RunPlan(fn).prepare
         return cast("ArrayFuture[Any]", prepare(self, args, kwargs, code, lasti))
 
     # -- life ---------------------------------------------------------------------------------------
@@ -399,6 +413,8 @@ class TaskChannel:
             self._turn_away(stopped_error(self.name, error), wakes)
             for call in dead:
                 call._fail(wakes, stopped_error(self.name, error), None)
+                if call._report is not None:
+                    call._report.retrieve()  # the failure behind it is reported, not each victim
 
     def _turn_away(self, error: BaseException, wakes: Wakes) -> None:
         for ticket in self._order.turn_away():
@@ -453,8 +469,8 @@ class _Position:
 
     __slots__ = ("__weakref__", "active", "own")
 
-    def __init__(self) -> None:
-        self.own = new_channel()
+    def __init__(self, name: str) -> None:
+        self.own = new_channel(name)
         self.active: list[TaskChannel] | None = None
 
 
@@ -464,10 +480,10 @@ _get_running_loop = asyncio._get_running_loop
 _current_task = asyncio.current_task
 
 
-def new_channel() -> TaskChannel:
-    """An unnamed, unbounded channel: of a task, a thread, a body, or one concurrent call."""
+def new_channel(name: str | None = None) -> TaskChannel:
+    """An unbounded channel: of a task, a thread, a body, or one concurrent call."""
     channel = TaskChannel.__new__(TaskChannel)
-    channel._setup(None)
+    channel._setup(name)
     return channel
 
 
@@ -479,11 +495,11 @@ def current_position() -> _Position:
         if task is not None:
             position = _tasks.get(task)
             if position is None:
-                position = _tasks[task] = _Position()
+                position = _tasks[task] = _Position(task.get_name())
             return position
     thread_position: _Position | None = local.position
     if thread_position is None:
-        thread_position = local.position = _Position()
+        thread_position = local.position = _Position(threading.current_thread().name)
     return thread_position
 
 

@@ -10,9 +10,9 @@ a call is submitted (``_compat.capture_config``) and puts them in force around t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Generator
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,8 +20,6 @@ from aiocolocated import _compat
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-R = TypeVar("R")
 
 _Options = tuple[tuple[str, Any], ...]
 
@@ -111,20 +109,12 @@ class jax_scope:
         scope.reset(self._tokens.pop())
 
 
-def run_configured(
-    config: _compat.Snapshot | None,
-    options: _Options,
-    body: Callable[..., R],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> R:
-    """Run ``body`` with a captured configuration and a scope in force."""
+@contextlib.contextmanager
+def in_force(config: _compat.Snapshot | None, options: _Options) -> Generator[None]:
+    """A captured configuration, and a scope on top of it, on this thread."""
     with contextlib.ExitStack() as stack:
         if config is not None:
             stack.enter_context(_compat.applied_config(config))
         for name, value in options:
             stack.enter_context(getattr(jax, name)(value))
-        try:
-            return body(*args, **kwargs)
-        finally:
-            del args, kwargs  # a failed body's frames refer to this one
+        yield

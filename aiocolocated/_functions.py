@@ -463,11 +463,12 @@ def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
 
     .. versionadded:: 0.1
     """
-    if not isinstance(devices_or_mesh, jax.sharding.Mesh):
-        devices_or_mesh = _specs.as_devices(devices_or_mesh)
+    devices = _specs.as_devices(devices_or_mesh)
     is_mesh = isinstance(devices_or_mesh, jax.sharding.Mesh)
-    if all(d.platform == "cpu" for d in _specs.as_devices(devices_or_mesh)):
-        return devices_or_mesh  # JAX gives the first ones of the process instead
+    if not is_mesh:
+        devices_or_mesh = devices
+    if all(d.platform == "cpu" for d in devices):
+        return devices_or_mesh  # JAX would give the first ones of the process
     try:
         found = _compat.colocated_cpu_devices(devices_or_mesh)
         return found if is_mesh else tuple(found)

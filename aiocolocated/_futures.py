@@ -331,7 +331,9 @@ class ArrayFuture(Call, Generic[R_co]):
     def __iter__(self) -> NoReturn:
         raise TypeError(f"an ArrayFuture is not iterable: await it first ({self!r})")
 
+    @property
     def __jax_array__(self) -> NoReturn:
+        # A property: JAX looks for the attribute first, and has words of its own for a method.
         raise TypeError(
             f"an ArrayFuture is no array: await it first, or pass it to a colocated function or "
             f"TaskChannel.run, which wait for it ({self!r})"

@@ -63,12 +63,13 @@ class RunPlan:
     """Any callable, used as it is (a ``Plan``)."""
 
     __slots__ = ("_function", "host", "name")
+    devices = None
     dispatches = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ArgumentError(
-                f"TaskChannel.run takes an ordinary callable, got {function!r}; "
+                f"a channel runs ordinary callables, got {function!r}; "
                 "await coroutines in a task of their own"
             )
         self._function = function

@@ -11,12 +11,12 @@ import sys
 import threading
 import weakref
 from time import monotonic
-from typing import Any, final
+from typing import Unpack, final
 
 from aiocolocated import _compat, _owners, _service, _settings, _submission
 from aiocolocated._calls import Call, computing
 from aiocolocated._loops import Wakes
-from aiocolocated._settings import LOCK, Settings
+from aiocolocated._settings import LOCK, Settings, SettingsChanges
 from aiocolocated._types import CANCELLED, QUEUED, READY, CallState
 from aiocolocated._workers import pool
 
@@ -140,7 +140,7 @@ def _info(call: Call, state: str, now: float) -> CallInfo:
 runtime = Runtime()
 
 
-def configure(**changes: Any) -> Settings:
+def configure(**changes: Unpack[SettingsChanges]) -> Settings:
     """Change limits and grace periods of the process; see :class:`Settings` for the names.
 
     Returns:

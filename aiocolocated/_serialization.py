@@ -8,6 +8,7 @@ import concurrent.futures
 import functools
 import inspect
 import io
+import marshal
 import pickle
 import socket
 import threading
@@ -74,6 +75,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
             return _find_device, (obj.platform, obj.id)
         if isinstance(obj, _REFUSED) or type(obj) in _refused_here:
             raise TypeError(f"a {type(obj).__module__}.{type(obj).__qualname__} is not shipped")
+        if isinstance(obj, types.CodeType):
+            # cloudpickle drops the file's name, and with it the source lines of tracebacks.
+            return marshal.loads, (marshal.dumps(obj),)
         return super().reducer_override(obj)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from typing import Any
+from typing import Any, TypedDict
 
 from aiocolocated import _compat
 from aiocolocated._exceptions import ForkedProcessError
@@ -51,6 +51,17 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"{name} must be seconds, 0 or more, got {value!r}")
+
+
+class SettingsChanges(TypedDict, total=False):
+    """The keywords of :func:`configure`, for type checkers."""
+
+    worker_limit: int
+    worker_ceiling: int
+    worker_idle_timeout: float
+    slow_call: float | None
+    exit_grace: float | None
+    multi_device_in_flight: int
 
 
 current = Settings()

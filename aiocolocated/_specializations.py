@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import threading
 import jax
 
 from aiocolocated import _cache, _compat, _specs, _values
@@ -57,8 +57,8 @@ class Specialization:
         self.out_specs_fn = out_specs_fn
         self.devices = devices
         self.flat = flat  # (shape, dtype, sharding) per positional argument, if all are arrays
-        # The output specs depend on what is not in the specs: on Python values, or on futures.
-        self.per_call = out_specs_fn is not None and in_specs is None
+        # Devices or output specs depend on what is not in the specs: on futures, or Python values.
+        self.per_call = devices is None or (out_specs_fn is not None and in_specs is None)
         self._lock = threading.RLock()
         self._out: tuple[Any, Any, list[jax.ShapeDtypeStruct]] | None = None
         self._single: tuple[Any, Any, Any] | None = None  # of an output spec that is one leaf
@@ -66,7 +66,7 @@ class Specialization:
 
     def of_one_call(self) -> Specialization:
         """For one call of a specialization that is ``per_call``; ``bind`` completes it."""
-        return Specialization(self._base, None, self.out_specs_fn, self.devices)
+        return Specialization(self._base, self.in_specs, self.out_specs_fn, self.devices)
 
     @property
     def host(self) -> str:
@@ -87,7 +87,8 @@ class Specialization:
             return _specs.argument_path(path, function)
 
         leaves, tree = _tree_flatten((args, kwargs))
-        if values:
+        futures = [x for x in leaves if type(x) is ArrayFuture]
+        if futures:
             leaves = [values[id(x)] if type(x) is ArrayFuture else x for x in leaves]
             args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
             if self.in_specs is not None:
@@ -102,7 +103,11 @@ class Specialization:
             name_path,
         )
         if devices is None:
+            devices = next((d for x in futures if (d := x._plan.devices) is not None), None)
+        if devices is None:
             raise no_devices(self.name)
+        if self.devices is None and self.per_call:
+            self.devices = devices  # for what the body returns
         placed: list[Any] = []
         specs = None
         if self.in_specs is not None:
@@ -113,7 +118,7 @@ class Specialization:
                 leaf = _values.place(leaf, sharding, f"{what}: {name_path(path)}")
             placed.append(leaf)
         result: tuple[Args, Kwargs] = jax.tree_util.tree_unflatten(tree, placed)
-        if self.per_call:
+        if self.out_specs_fn is not None and self.in_specs is None:
             self._set_out(_specs.specs_of(*result))
         return result
 

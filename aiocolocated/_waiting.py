@@ -48,7 +48,7 @@ async def wait_until_ready(tree: T, *, timeout: float | None = None) -> T:
 
     Ordering: none; takes no channel.
 
-    Cancellation: stops the wait, never a computation (but see :class:`ArrayFuture`).
+    Cancellation: stops the wait, never a computation or a call.
 
     Thread safety: any loop's thread. Without a loop use :func:`jax.block_until_ready`.
 
@@ -73,8 +73,9 @@ async def wait_until_ready(tree: T, *, timeout: float | None = None) -> T:
         elif isinstance(leaf, Tracer):
             raise _values.refuse_traced("wait_until_ready")
     if futures:
-        results = await gather(*(leaf for leaf in leaves if type(leaf) is ArrayFuture))
-        by_future = iter(results)
+        calls: list[Any] = [leaf for leaf in leaves if type(leaf) is ArrayFuture]
+        await _wait_all(asyncio.get_running_loop(), calls, [], patient=False, cancels=False)
+        by_future = iter([call._outcome() for call in calls])
         tree = jax.tree_util.tree_map(
             lambda leaf: next(by_future) if type(leaf) is ArrayFuture else leaf, tree
         )
@@ -199,6 +200,7 @@ async def _wait_all(
     others: list[asyncio.Future[Any]],
     *,
     patient: bool,
+    cancels: bool = True,
 ) -> None:
     pending = [i for i in items if type(i) is ArrayFuture and i._state < READY]
     if not pending and not others:
@@ -242,7 +244,7 @@ async def _wait_all(
             future.remove_done_callback(other_done)
         for call, entry in entries:
             if call._state < READY:
-                call._drop_waiter(entry, READY, cancelled=cancelled)
+                call._drop_waiter(entry, READY, cancelled=cancelled and cancels)
 
 
 def _succeeded(item: Any) -> bool:

@@ -9,6 +9,7 @@ level. A block after the line `<!-- skip: reason -->` is shown but not run.
 from __future__ import annotations
 
 import ast
+import builtins
 import asyncio
 import dataclasses
 import functools
@@ -80,6 +81,7 @@ def blocks_of(path: Path) -> list[Block]:
 def run_blocks(path: Path, report: Path) -> None:
     """Run the blocks of `path` until one fails; write a line per block to `report`."""
     main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins  # JAX looks them up in its caller's globals
     main.__file__ = str(path)
     sys.modules["__main__"] = main
     with report.open("w", encoding="utf-8", buffering=1) as out, asyncio.Runner() as runner:

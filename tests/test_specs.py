@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import re
@@ -17,7 +18,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from aiocolocated import (
-    ArgumentError,
     SpecError,
     TaskGroup,
     cache_info,
@@ -39,9 +39,16 @@ def same(x):
     return x
 
 
-def give(x, result):
+class Box:
+    """A Python value: nothing is known of the arrays in it."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def give(x, box):
     """A result that the caller has chosen."""
-    return result
+    return box.value
 
 
 def weigh(params, *, scale):
@@ -171,13 +178,13 @@ async def test_argument_that_is_a_future_is_checked_when_it_is_dispatched(which,
     make, respect, expected, got = DIFFERENT[which]
     x, wrong = on(devices[0]), make(devices)
     function = colocated_python(same).specialize(in_specs=((spec_of(x),), {}))
-    early = colocated_python(give)(x, wrong)
+    early = colocated_python(give)(x, Box(wrong))
     text = await refused(lambda: function(early))
     assert text.startswith("call of same: args[0] (parameter 'x') ")
     assert respect in text
     assert f"expected {expected}" in text
     assert f"got {got}" in text
-    good = colocated_python(give)(x, x)
+    good = colocated_python(give)(x, Box(x))
     assert await value(function(good)) is x
 
 
@@ -186,9 +193,10 @@ async def test_future_of_a_tree_is_checked_by_leaf(devices):
     """A future may stand for a whole tree of arrays."""
     x = on(devices[0])
     function = colocated_python(same).specialize(in_specs=(({"a": [spec_of(x)]},), {}))
-    tree = colocated_python(give)(x, {"a": [x]})
+    tree = colocated_python(give)(x, Box({"a": [x]}))
     assert (await value(function(tree)))["a"][0] is x
-    text = await refused(lambda: function(colocated_python(give)(x, {"a": [on(devices[0], [1.0])]})))
+    wrong = colocated_python(give)(x, Box({"a": [on(devices[0], [1.0])]}))
+    text = await refused(lambda: function(wrong))
     assert "args[0]['a'][0] (parameter 'x') has another shape" in text
 
 
@@ -242,8 +250,8 @@ async def test_result_that_differs_is_refused(which, devices):
     make, respect, expected, got = RESULTS[which]
     x, wrong = on(devices[0]), make(devices)
     spec = spec_of(x)
-    function = returning(lambda x, result: {"a": [spec, spec]})
-    text = await refused(lambda: function(x, {"a": [x, wrong]}))
+    function = returning(lambda x, box: {"a": [spec, spec]})
+    text = await refused(lambda: function(x, Box({"a": [x, wrong]})))
     assert text.startswith("give on host in-process: ")
     if respect != "the tree differs":
         assert f"result['a'][1] {respect}" in text or f"result['a'][1] has {respect}" in text
@@ -251,7 +259,7 @@ async def test_result_that_differs_is_refused(which, devices):
     assert f"expected {expected}" in text
     assert f"got {got}" in text
     right = {"a": [x, x]}
-    assert (await value(function(x, right)))["a"][1] is x
+    assert (await value(function(x, Box(right))))["a"][1] is x
 
 
 @pytest.mark.parametrize("which", RESULTS)
@@ -261,10 +269,10 @@ async def test_single_result_that_differs_is_refused(which, devices):
     make, respect, _, got = RESULTS[which]
     x, wrong = on(devices[0]), make(devices)
     spec = spec_of(x)
-    function = returning(lambda x, result: spec)
+    function = returning(lambda x, box: spec)
     for _ in range(2):
-        assert await value(function(x, x)) is x
-        text = await refused(lambda: function(x, wrong))
+        assert await value(function(x, Box(x))) is x
+        text = await refused(lambda: function(x, Box(wrong)))
         assert respect in text
         assert f"got {got}" in text
 
@@ -274,9 +282,9 @@ async def test_result_tree_that_differs_is_refused(devices):
     """Keys, lengths and kinds of containers count."""
     x = on(devices[0])
     spec = spec_of(x)
-    function = returning(lambda x, result: {"a": (spec, spec)})
+    function = returning(lambda x, box: {"a": (spec, spec)})
     for wrong in ({"a": (x,)}, {"b": (x, x)}, {"a": [x, x]}, (x, x), {"a": (x, x), "b": x}):
-        text = await refused(functools.partial(function, x, wrong))
+        text = await refused(functools.partial(function, x, Box(wrong)))
         assert "give on host in-process: the tree differs: expected" in text
 
 
@@ -305,9 +313,9 @@ async def test_out_specs_fn_sees_the_specs_of_futures(devices):
     early = colocated_python(give)
     for length in (2, 3, 2):
         x = on(devices[0], np.ones(length))
-        assert await value(function(early(x, x))) is x
+        assert await value(function(early(x, Box(x)))) is x
     other = colocated_python(lambda x: x[:1]).specialize(out_specs_fn=lambda x: x)
-    text = await refused(lambda: other(early(x, x)))
+    text = await refused(lambda: other(early(x, Box(x))))
     assert "expected float32[2]" in text
     assert "got float32[1]" in text
 
@@ -341,9 +349,10 @@ async def test_specializations_keep_no_python_arguments(devices):
             Big.alive -= 1
 
     x = on(devices[0])
+    spec = spec_of(x)
     functions = [
         colocated_python(give),
-        returning(lambda x, result: spec_of(x)),
+        returning(lambda x, box: spec),
         colocated_python(give).specialize(devices=devices[0]),
     ]
     gc.collect()
@@ -351,20 +360,16 @@ async def test_specializations_keep_no_python_arguments(devices):
     try:
         for function in functions:
             async with asyncio.timeout(TIMEOUT):
-                await drop_result(function, x, [Big(), x])
+                await drop_result(function, x, Box([Big(), x]))
                 while Big.alive:
                     await asyncio.sleep(0.001)
     finally:
         gc.enable()
 
 
-async def drop_result(function, x, result):
-    try:
-        await function(x, result)
-    except SpecError:
-        pass
-    finally:
-        del function, x, result
+async def drop_result(function, x, box):
+    with contextlib.suppress(SpecError):
+        await function(x, box)
 
 
 @pytest.mark.asyncio
@@ -375,7 +380,7 @@ async def test_out_specs_fn_must_return_specs(devices):
         ({"a": 1}, r"the leaf at \['a'\] must be a jax.ShapeDtypeStruct, got int"),
         (x, "the leaf at the top must be a jax.ShapeDtypeStruct, got float32"),
     ):
-        text = await refused(lambda wrong=wrong: returning(lambda x, result: wrong)(x, x))
+        text = await refused(lambda wrong=wrong: returning(lambda x, box: wrong)(x, Box(x)))
         assert re.search(f"out_specs_fn of give: {words}", text)
 
 
@@ -386,7 +391,7 @@ async def test_without_out_specs_each_call_may_return_other_shapes(devices):
     function = colocated_python(give)
     results = [x, on(devices[0], np.ones((3, 4))), {"a": x}, [x, 1], None, "text", on(devices[3])]
     for result in [*results, *reversed(results)]:
-        got = await value(function(x, result))
+        got = await value(function(x, Box(result)))
         assert jax.tree.structure(got) == jax.tree.structure(result)
         if isinstance(result, jax.Array):
             assert got is result
@@ -396,10 +401,11 @@ async def test_without_out_specs_each_call_may_return_other_shapes(devices):
 async def test_results_are_checked_on_every_call(devices):
     """One that fitted does not let later ones through."""
     x, longer = on(devices[0]), on(devices[0], [1.0, 2.0, 3.0])
-    function = returning(lambda x, result: spec_of(x))
+    spec = spec_of(x)
+    function = returning(lambda x, box: spec)
     for _ in range(3):
-        await value(function(x, x))
-        await refused(lambda: function(x, longer))
+        await value(function(x, Box(x)))
+        await refused(lambda: function(x, Box(longer)))
 
 
 # --- what specialize() takes ------------------------------------------------------------------------
@@ -505,7 +511,7 @@ def test_call_without_arrays_needs_devices():
 @pytest.mark.asyncio
 async def test_call_with_futures_of_plain_values_needs_devices(devices):
     """Known only when the future is dispatched."""
-    early = colocated_python(give)(on(devices[0]), 3)
+    early = colocated_python(give)(on(devices[0]), Box(3))
     text = await refused(lambda: colocated_python(same)(early))
     assert "same was called without arrays" in text
 
@@ -517,7 +523,7 @@ def test_arrays_on_different_devices_are_refused(devices):
     with pytest.raises(SpecError) as caught:
         pair(x, {"k": y})
     text = str(caught.value)
-    assert "call of <lambda>: all arrays must be on one device list" in text
+    assert "<lambda>: all arrays must be on one device list" in text
     assert "args[1]['k'] (parameter 'y') is on" in text
     assert "args[0] (parameter 'x') on" in text
     assert str(devices[0]) in text
@@ -549,15 +555,16 @@ def test_array_elsewhere_than_given_devices_is_refused(devices):
 @pytest.mark.asyncio
 async def test_future_on_other_devices_is_refused(devices):
     """The value of a late argument is held to the same rule."""
-    early = colocated_python(give)(on(devices[0]), on(devices[1]))
+    early = colocated_python(give)(on(devices[0]), Box(on(devices[1])))
     text = await refused(lambda: colocated_python(lambda x, y: x)(on(devices[0]), early))
     assert "args[1] (parameter 'y') is on" in text
 
 
 def test_colocated_cpu_devices_are_themselves(devices):
     """On the CPU backend every device is its own neighbour; a mesh stays a mesh."""
-    assert tuple(colocated_cpu_devices(devices)) == tuple(devices)
-    assert tuple(colocated_cpu_devices(devices[2:4])) == tuple(devices[2:4])
+    assert colocated_cpu_devices(devices) == tuple(devices)
+    assert colocated_cpu_devices(devices[2:4]) == tuple(devices[2:4])
+    assert colocated_cpu_devices(devices[5]) == (devices[5],)
     mesh = Mesh(np.array(devices).reshape(2, 4), ("a", "b"))
     beside = colocated_cpu_devices(mesh)
     assert beside.axis_names == ("a", "b")
@@ -846,7 +853,7 @@ async def test_clearing_caches_breaks_nothing(clear, devices):
         checked(on(devices[0], [1.0]))
     await value(plain(on(devices[1])))
     assert cache_info().currsize > 0
-    assert cache_info().shipped == shipped + 1  # `wait_for`; code that was shipped stays
+    assert cache_info().shipped >= shipped  # code that was shipped stays
 
 
 @pytest.mark.asyncio
@@ -863,13 +870,22 @@ async def test_cache_of_a_dead_function_is_gone(devices):
     assert now.currsize == before.currsize
 
 
-def test_unhashable_tree_is_refused_in_words(devices):
-    """A pytree whose static part cannot be hashed has no place in a cache; the error says so."""
+class Odd:
+    """A pytree whose static part cannot be hashed."""
 
-    class Odd:
-        def __init__(self, x):
-            self.x = x
+    def __init__(self, x, aux):
+        self.x = x
+        self.aux = aux
 
-    jax.tree_util.register_pytree_node(Odd, lambda o: ((o.x,), [1]), lambda aux, c: Odd(*c))
-    with pytest.raises(ArgumentError, match="hash"):
-        colocated_python(same)(Odd(on(devices[0])))
+
+jax.tree_util.register_pytree_node(Odd, lambda o: ((o.x,), o.aux), lambda aux, c: Odd(*c, aux))
+
+
+def test_tree_with_unhashable_static_part_works(misses, devices):
+    """It is compared instead."""
+    function = colocated_python(same)
+    for _ in range(2):
+        assert function(Odd(on(devices[0]), [1])).result(TIMEOUT).aux == [1]
+    assert misses() == 1
+    assert function(Odd(on(devices[0]), [2])).result(TIMEOUT).aux == [2]
+    assert misses() == 2

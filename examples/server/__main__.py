@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import socket
 from pathlib import Path
@@ -83,7 +84,8 @@ def main() -> None:
         access_log=False,
         timeout_graceful_shutdown=30,
     )
-    Server(config, service).run()
+    with contextlib.suppress(KeyboardInterrupt):  # after Ctrl-C and draining; not worth a traceback
+        Server(config, service).run()
 
 
 if __name__ == "__main__":

@@ -70,18 +70,22 @@ async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
     """
     task = asyncio.current_task()
     assert task is not None
+    gone = False
 
     async def watch() -> None:
+        nonlocal gone
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        gone = True
         task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
-    except asyncio.CancelledError:
-        if watcher.done() and not watcher.cancelled() and task.uncancel() == 0:
-            raise ClientDisconnect from None
+    except BaseException as exc:
+        # The CancelledError, or an error that came up while the block was being cancelled.
+        if gone and task.uncancel() == 0:
+            raise ClientDisconnect from exc
         raise
     finally:
         watcher.cancel()

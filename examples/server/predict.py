@@ -75,8 +75,7 @@ class Predictor:
             await channel.run(model.infer, self._params, as_argument(pixels), self._host)
 
     async def aclose(self) -> None:
-        """Finish what is queued, then refuse more."""
-        await self._decoding.drain()
+        """Take no more calls, and finish those that are queued."""
         await self._decoding.aclose()
 
     def statistics(self) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
+from starlette.requests import ClientDisconnect, Request
 
 from examples import demo
 from examples.server import model, work
 from examples.server.__main__ import MODES
+from examples.server.app import cancel_on_disconnect
 from examples.server.launch import ROOT, ServerProcess, run_server
 
 pytestmark = pytest.mark.timeout(120)
@@ -236,6 +238,40 @@ async def test_disconnect_cancels_the_queued_calls(start: Start, digits: model.D
         assert stats["predictor"]["decoding"]["cancelled"] == 1
         assert (await first).status_code == 200
         assert len(await server.log_lines()) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), ExceptionGroup("", [KeyError()])])
+async def test_disconnect_takes_back_its_own_cancellation(error: BaseException) -> None:
+    """Whatever the cancelled block raises becomes ClientDisconnect, and the task can go on."""
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    task = asyncio.current_task()
+    assert task is not None
+    with pytest.raises(ClientDisconnect):
+        async with cancel_on_disconnect(Request({"type": "http"}, receive)):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise error
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_cancellation_from_elsewhere_stays_one() -> None:
+    """A timeout around the block is a timeout, although a client is being watched."""
+
+    async def receive() -> dict[str, str]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            async with cancel_on_disconnect(Request({"type": "http"}, receive)):
+                await asyncio.Event().wait()
 
 
 @pytest.mark.asyncio
