@@ -419,6 +419,15 @@ class Call:
         # The frames of a failed body refer to this one (``f_back``), which must hold nothing then.
         del self, error, value, arrays
 
+    def _break_off(self, error: BaseException, wakes: Wakes) -> None:
+        """Something of ours broke while the call ran: its waiters get that."""
+        with LOCK:
+            if self._channel._order.running is self:
+                self._channel._order.body_ended()
+            self._fail(wakes, error, error.__traceback__)
+            if self._owner is not None or self._loop is not None:
+                self._computed(wakes)
+
     def _run_body(self) -> tuple[Any, Sequence[Any]]:
         plan, args, kwargs = self._plan, self._args, self._kwargs
         context = self._context

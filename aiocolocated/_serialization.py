@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import dis
 import functools
 import inspect
 import io
@@ -16,6 +18,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import anyio
+import anyio.abc
 import cloudpickle
 import jax
 
@@ -31,7 +35,17 @@ _REFUSED: tuple[type[Any], ...] = (
     asyncio.Queue,
     asyncio.Future,
     asyncio.AbstractEventLoop,
-    asyncio.Task,
+    asyncio.Runner,
+    asyncio.TaskGroup,
+    asyncio.Timeout,
+    anyio.CancelScope,
+    anyio.CapacityLimiter,
+    anyio.Condition,
+    anyio.Event,
+    anyio.Lock,
+    anyio.Semaphore,
+    anyio.abc.AsyncResource,
+    anyio.abc.TaskGroup,
     concurrent.futures.Future,
     concurrent.futures.Executor,
     threading.Thread,
@@ -45,6 +59,7 @@ _REFUSED: tuple[type[Any], ...] = (
     types.CoroutineType,
     types.AsyncGeneratorType,
 )
+_BUFFERS = (io.BytesIO, io.StringIO)  # values, and no files
 _refused_here: list[type[Any]] = []  # the library's own, added by higher layers
 _by_reference: list[type[Any]] = []
 
@@ -73,8 +88,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _compat.Device):
             return _find_device, (obj.platform, obj.id)
-        if isinstance(obj, _REFUSED) or type(obj) in _refused_here:
-            raise TypeError(f"a {type(obj).__module__}.{type(obj).__qualname__} is not shipped")
+        if (isinstance(obj, _REFUSED) and not isinstance(obj, _BUFFERS)) or type(
+            obj
+        ) in _refused_here:
+            kind = type(obj)
+            raise TypeError(
+                f"objects of type {kind.__module__}.{kind.__qualname__} are not shipped"
+            )
         if isinstance(obj, types.CodeType):
             # cloudpickle drops the file's name, and with it the source lines of tracebacks.
             return marshal.loads, (marshal.dumps(obj),)
@@ -90,17 +110,13 @@ class _Unpickler(pickle.Unpickler):
         return self._references[pid]
 
 
-@functools.cache
-def _devices(platform: str) -> dict[int, _compat.Device]:
-    return {d.id: d for d in jax.devices(platform)}
-
-
 def _find_device(platform: str, device_id: int) -> _compat.Device:
+    devices = {d.id: d for d in jax.devices(platform)}
     try:
-        return _devices(platform)[device_id]
+        return devices[device_id]
     except KeyError:
         raise ValueError(
-            f"this host has no {platform} device {device_id}; it has {sorted(_devices(platform))}"
+            f"this host has no {platform} device {device_id}; it has {sorted(devices)}"
         ) from None
 
 
@@ -124,14 +140,13 @@ def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
         NotShippableError: naming the captured variable.
     """
     try:
-        data, references = dumps(function)
+        return cast("Callable[..., Any]", loads(*dumps(function)))
     except Exception as error:
         raise _explain(function, error) from error
-    return cast("Callable[..., Any]", loads(data, references))
 
 
 def _explain(function: Callable[..., Any], error: BaseException) -> NotShippableError:
-    name = getattr(function, "__qualname__", repr(function))
+    name = getattr(function, "__qualname__", None) or repr(function)
     culprit = _find_culprit(function, depth=0)
     if culprit is None:
         return NotShippableError(f"colocated function {name} cannot be shipped: {error}")
@@ -141,28 +156,57 @@ def _explain(function: Callable[..., Any], error: BaseException) -> NotShippable
     )
 
 
-def _find_culprit(function: Any, depth: int) -> str | None:
+def _find_culprit(holder: Any, depth: int) -> str | None:
     """Words for the captured variable that does not pickle."""
-    if not isinstance(function, types.FunctionType) or depth > 5:
-        return None
-    for kind, name, value in _captured(function):
+    for what, value in _held(holder) if depth <= 5 else ():
         try:
-            dumps(value)
+            loads(*dumps(value))
         except Exception as error:
             inner = _find_culprit(value, depth + 1)
             if inner is not None:
-                return f"{inner}, by way of {kind} {name!r}"
-            where = f" of {function.__qualname__}" if depth else ""
-            return f"{kind} {name!r}{where} is a {type(value).__qualname__}: {error}"
+                return f"{inner}, by way of {what}"
+            where = f" of {_name(holder)}" if depth or not _is_function(holder) else ""
+            return f"{what}{where} is a {type(value).__qualname__}: {error}"
     return None
 
 
-def _captured(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
-    captured = inspect.getclosurevars(function)
-    for name, value in captured.nonlocals.items():
-        yield "captured variable", name, value
-    for name, value in captured.globals.items():
-        yield "global", name, value
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.default is not inspect.Parameter.empty:
-            yield "default of parameter", parameter.name, parameter.default
+def _is_function(holder: Any) -> bool:
+    return isinstance(holder, (types.FunctionType, functools.partial))
+
+
+def _name(holder: Any) -> str:
+    return getattr(holder, "__qualname__", None) or type(holder).__qualname__
+
+
+def _held(holder: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, class or object refers to, with words for each."""
+    if isinstance(holder, types.FunctionType):
+        code = holder.__code__
+        for name, cell in zip(code.co_freevars, holder.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield f"captured variable {name!r}", cell.cell_contents
+        for name in sorted(_globals_of(code) & holder.__globals__.keys()):
+            yield f"global {name!r}", holder.__globals__[name]
+        for parameter in inspect.signature(holder, follow_wrapped=False).parameters.values():
+            if parameter.default is not inspect.Parameter.empty:
+                yield f"default of parameter {parameter.name!r}", parameter.default
+    elif isinstance(holder, functools.partial):
+        yield "the function of the partial", holder.func
+        for i, value in enumerate(holder.args):
+            yield f"argument {i} of the partial", value
+        for name, value in holder.keywords.items():
+            yield f"argument {name!r} of the partial", value
+    elif isinstance(holder, types.MethodType):
+        yield "the object of the method", holder.__self__
+    elif not isinstance(holder, types.ModuleType):
+        for name, value in dict(getattr(holder, "__dict__", {})).items():
+            yield f"attribute {name!r}", value
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """Names that a function reads as globals, in its inner functions too."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _globals_of(constant)
+    return names

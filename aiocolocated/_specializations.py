@@ -17,7 +17,7 @@ from aiocolocated._plans import collect, futures_among
 if TYPE_CHECKING:
     from aiocolocated._calls import Args, Call, Kwargs
     from aiocolocated._specs import Devices, KeyPath
-    from aiocolocated.hosts.base import Host
+    from aiocolocated.hosts.base import Host, Shipped
 
 ArrayImpl = _compat.ArrayImpl
 _tree_flatten = jax.tree_util.tree_flatten
@@ -186,15 +186,18 @@ def no_devices(name: str) -> SpecError:
 class FunctionCode:
     """What all specializations of one function share: its code and its cache."""
 
-    __slots__ = ("__weakref__", "body", "cache", "function", "host", "name")
+    __slots__ = ("__weakref__", "_shipped", "body", "cache", "function", "host", "name")
 
     def __init__(self, function: Callable[..., Any], host: Host) -> None:
         self.function = function
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.host = host
         self.body: Callable[..., Any] | None = None
+        self._shipped: Shipped | None = None  # keeps it on the host
         self.cache: _cache.SpecializationCache[Specialization] = _cache.SpecializationCache()
 
     def load(self) -> Callable[..., Any]:
-        self.body = self.host.load(self.function)
+        self._shipped = self.host.load(self.function)
+        self.body = self._shipped.body
+        assert self.body is not None
         return self.body

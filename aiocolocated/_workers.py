@@ -27,7 +27,7 @@ logger = logging.getLogger("aiocolocated")
 
 _PATIENCE = 0.001  # seconds a runnable channel waits before a thread is added
 _LIMIT_WARNING = 0.5  # seconds a runnable channel waits at the limit before it is reported
-_TURN = 64  # calls of one channel before others get the worker
+_TURN = 0.001  # seconds that one channel has a worker while others wait for one
 _REFUSED_PAUSE = 1.0  # seconds until the next try after the system refused a thread
 
 
@@ -38,6 +38,9 @@ class Job(Protocol):
 
     def _execute(self, wakes: Wakes) -> None:
         """Run the body and settle. Called without the lock; must not raise."""
+
+    def _break_off(self, error: BaseException, wakes: Wakes) -> None:
+        """Settle whatever state the call is in."""
 
     def _describe(self) -> str: ...
 
@@ -137,11 +140,11 @@ class Worker:
     def _serve(self, lane: Lane, wakes: Wakes) -> None:
         order = lane._order
         _compat.set_execution_stream(lane._stream)
-        turn = 0
+        began, served = monotonic(), False
         pool = self.pool
         while True:
             with LOCK:
-                if turn >= _TURN and pool.ready and not self.dedicated:
+                if pool.ready and served and not self.dedicated and monotonic() - began >= _TURN:
                     lane._runnable_since = monotonic()
                     pool.ready.append(lane)
                     return
@@ -154,11 +157,13 @@ class Worker:
                     lane._admit(wakes)
             if wakes:
                 wakes.pay()
-            turn += 1
+            served = True
             try:
                 call._execute(wakes)
-            except BaseException:  # a bug of ours must not take the thread and the channel with it
+            except BaseException as error:
+                # A bug of ours must not take the thread, the channel and the waiters with it.
                 logger.exception("internal error in a worker")
+                call._break_off(error, wakes)
             self.call = None
             call = None
             if self.stuck:

@@ -33,6 +33,7 @@ from aiocolocated import (
     TaskChannel,
     TaskGroup,
     WouldBlock,
+    _exceptions,
     as_completed,
     colocated_python,
     gather,
@@ -40,7 +41,6 @@ from aiocolocated import (
     open_task_channel,
     wait_until_ready,
 )
-from aiocolocated import _exceptions
 from aiocolocated.testing import Gate
 
 TIMEOUT = 20.0  # seconds; only a bug takes that long
@@ -336,14 +336,14 @@ def call_inside(x, error):
     return fail(x, error).result(TIMEOUT)
 
 
-# --- notes --------------------------------------------------------------------------------------------
+# --- notes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
 async def test_note_names_function_host_channel_and_line():
     """One note says what ran where, and which line submitted it."""
     async with open_task_channel("notes"):
-        future = fail(numbers(), Plain()); here = line()  # noqa: E702
+        future, here = fail(numbers(), Plain()), line()
         caught = await outcome(future)
     (note,) = caught.__notes__
     assert note == (
@@ -367,16 +367,13 @@ async def test_note_names_submitting_line_for_every_way_to_submit():
             assert note.endswith(f"{__file__}:{here}"), note
     with pytest.raises(ExceptionGroup) as caught:
         async with TaskGroup() as group:
-            group.start_soon(fail, x, Plain()); here = line()  # noqa: E702
+            _, here = group.start_soon(fail, x, Plain()), line()
     (error,) = caught.value.exceptions
     assert error.__notes__[0].endswith(f"{__file__}:{here}")
-    try:
-        await fail.map([x], [Plain()]); here = line()  # noqa: E702
-    except Plain as caught_error:
-        here = caught_error.__traceback__.tb_lineno
-        assert caught_error.__notes__[0].endswith(f"{__file__}:{here}")
-    else:
-        pytest.fail("the call did not fail")
+    with pytest.raises(Plain) as mapped:
+        await fail.map([x], [Plain()])
+    here = mapped.value.__traceback__.tb_lineno
+    assert mapped.value.__notes__[0].endswith(f"{__file__}:{here}")
 
 
 @pytest.mark.asyncio
@@ -405,7 +402,7 @@ async def test_notes_of_the_body_are_kept():
 @pytest.mark.asyncio
 async def test_library_errors_after_the_body_carry_the_note():
     """A result that is refused names the submitting line too."""
-    future = return_future(numbers()); here = line()  # noqa: E702
+    future, here = return_future(numbers()), line()
     caught = await outcome(future)
     assert isinstance(caught, ArgumentError)
     assert caught.__notes__[0].endswith(f"{__file__}:{here}")
@@ -416,7 +413,7 @@ def return_future(x):
     return ok(x)
 
 
-# --- tracebacks ----------------------------------------------------------------------------------------
+# --- tracebacks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
@@ -527,7 +524,7 @@ def two(x, y):
     return x
 
 
-# --- errors that nobody retrieves -----------------------------------------------------------------------
+# --- errors that nobody retrieves -------------------------------------------------------------------
 
 
 class Reports:
@@ -806,7 +803,7 @@ async def test_error_retrieved_inside_a_block_does_not_join():
             assert isinstance(await outcome(fail(numbers(), Plain())), Plain)
 
 
-# --- a channel that stops -----------------------------------------------------------------------------
+# --- a channel that stops ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Plain, BrokenRepr, BrokenAlien], ids=name_of)
@@ -828,7 +825,7 @@ async def test_stopped_channel_names_the_error_that_stopped_it(make):
     await works_again()
 
 
-# --- AttributeError and jax.block_until_ready ------------------------------------------------------------
+# --- AttributeError and jax.block_until_ready -------------------------------------------------------
 
 
 def test_attribute_error_reaches_jax_block_until_ready():
@@ -852,7 +849,7 @@ def test_jax_block_until_ready_waits_and_returns_the_futures():
         jax.block_until_ready([failing])
 
 
-# --- computations that fail ---------------------------------------------------------------------------------
+# --- computations that fail -------------------------------------------------------------------------
 
 
 @colocated_python
@@ -875,7 +872,7 @@ async def test_failed_computation_raises_and_the_channel_goes_on(logged):
     await works_again()
 
 
-# --- user code that is not the body ---------------------------------------------------------------------------
+# --- user code that is not the body -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Plain, KeyboardInterrupt], ids=name_of)
@@ -933,7 +930,7 @@ def wait_gate(x, gate):
     return x
 
 
-# --- the error tree ----------------------------------------------------------------------------------------------
+# --- the error tree ---------------------------------------------------------------------------------
 
 
 TREE = sorted(

@@ -15,6 +15,7 @@ import sqlite3
 import sys
 import tempfile
 import threading
+import types
 import weakref
 
 import anyio
@@ -64,7 +65,11 @@ def test_code_is_shipped_once_for_all_specializations(cpu_devices):
     counted = Counted()
     function = colocated_python(lambda x: (x, id(counted)))
     before = cache_info().shipped
-    variants = [function, function.specialize(out_specs_fn=None), function.specialize(devices=cpu_devices[0])]
+    variants = [
+        function,
+        function.specialize(out_specs_fn=None),
+        function.specialize(devices=cpu_devices[0]),
+    ]
     ids = set()
     for variant in variants:
         for x in (numbers(), jnp.ones((2, 2)), {"a": numbers()}):
@@ -112,12 +117,15 @@ def test_shipped_copy_dies_with_its_function():
     """A function made on the way, its captures and its copy are free when it goes."""
     gc.collect()
     before = cache_info()
-    captured = numbers()
-    reference = weakref.ref(captured)
-    function = colocated_python(lambda x: x + captured)
+
+    def make():
+        captured = numbers()
+        return colocated_python(lambda x: x + captured), weakref.ref(captured)
+
+    function, reference = make()
     run(function, numbers())
     assert cache_info().shipped == before.shipped + 1
-    del function, captured
+    del function
     wait_until(lambda: reference() is None and cache_info().shipped == before.shipped)
 
 
@@ -125,19 +133,19 @@ def test_shipped_copy_of_a_recursive_function_dies_with_it():
     """Also where the copy refers to the function itself."""
     gc.collect()
     before = cache_info()
-    captured = numbers()
-    reference = weakref.ref(captured)
 
     def make():
+        captured = numbers()
+
         @colocated_python
         def count_down(x, n):
             return x + captured if n == 0 else count_down(x, n - 1).result(TIMEOUT)
 
-        return count_down
+        return count_down, weakref.ref(captured)
 
-    function = make()
+    function, reference = make()
     np.testing.assert_array_equal(np.asarray(run(function, numbers(), 3)), [0, 2, 4])
-    del function, make, captured
+    del function
     wait_until(lambda: reference() is None and cache_info().shipped == before.shipped)
 
 
@@ -224,7 +232,9 @@ def test_closures_reach_module_functions_by_reference():
     """A closure is copied; the module functions and modules that it uses are not."""
     global COUNT
     COUNT = 0
-    function = colocated_python(lambda x: (count_here(x), sys is SYS, threading.current_thread().name))
+    function = colocated_python(
+        lambda x: (count_here(x), sys is SYS, threading.current_thread().name)
+    )
     count, same_module, thread = run(function, numbers())
     assert (count, same_module) == (1, True)
     assert thread.startswith("aiocolocated-worker")
@@ -320,10 +330,13 @@ def arrays():
     }
 
 
-@pytest.mark.parametrize("which", list(arrays.__code__.co_consts[1:]) and [
-    "array", "bfloat16", "zero size", "sharded", "committed", "key", "keys",
-    "jitted", "custom_jvp", "custom_vjp", "relu",
-])
+@pytest.mark.parametrize(
+    "which",
+    [
+        "array", "bfloat16", "zero size", "sharded", "committed", "key", "keys",
+        "jitted", "custom_jvp", "custom_vjp", "relu",
+    ],
+)  # fmt: skip
 def test_arrays_and_jitted_functions_are_carried_by_reference(which):
     """A body finds the very object: a copy would cost memory, the sharding, or a compilation."""
     value = arrays()[which]
@@ -439,7 +452,7 @@ def placed():
         "device", "devices", "mesh", "abstract mesh", "partition spec", "named sharding",
         "single sharding", "abstract sharding", "spec", "key dtype", "treedef", "dtype",
     ],
-)
+)  # fmt: skip
 def test_meshes_shardings_devices_and_specs_can_be_captured(which):
     """They arrive equal, with the devices of this process."""
     value = placed()[which]
@@ -464,7 +477,9 @@ def test_unknown_device_is_refused_in_words():
     """A device that a host does not have is named, with those that it has."""
     from aiocolocated import _serialization
 
-    with pytest.raises(ValueError, match=r"has no cpu device 99; it has \[0, 1, 2, 3, 4, 5, 6, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"has no cpu device 99; it has \[0, 1, 2, 3, 4, 5, 6, 7\]"
+    ):
         _serialization._find_device("cpu", 99)
 
 
@@ -578,7 +593,7 @@ REFUSED = {
     "coroutine": coroutine,
     "generator": generator,
     "asynchronous generator": agenerator,
-    "open file": lambda: _closed(tempfile.TemporaryFile()),
+    "open file": lambda: _closed(tempfile.TemporaryFile()),  # noqa: SIM115
     "text file": lambda: _closed(io.TextIOWrapper(io.BytesIO())),
     "standard output": lambda: sys.__stdout__,
     "socket": lambda: _closed(socket.socket()),
@@ -597,14 +612,8 @@ def run_and_keep():
 
 
 def close(value):
-    if isinstance(value, types_of_coroutines):
+    if isinstance(value, (types.CoroutineType, types.GeneratorType, asyncio.Runner)):
         value.close()
-    if isinstance(value, asyncio.Runner):
-        value.close()
-
-
-types_of_coroutines = (type(generator()), type(c := coroutine()))
-c.close()
 
 
 @pytest.mark.parametrize("which", REFUSED)
@@ -630,7 +639,6 @@ def test_what_cannot_be_shipped_is_refused_by_name(which):
         assert run(colocated_python(count_here), numbers())
     finally:
         close(captured)
-        del captured
 
 
 def test_memory_streams_of_anyio_are_refused():
@@ -738,7 +746,10 @@ def make_nested(lock):
         "callable": (tool, "attribute 'lock' of Tool"),
         "method": (tool.method, "attribute 'lock' of Tool"),
         "partial": (functools.partial(lambda a, x: x, lock), "argument 0 of the partial"),
-        "partial keyword": (functools.partial(lambda x, a: x, a=lock), "argument 'a' of the partial"),
+        "partial keyword": (
+            functools.partial(lambda x, a: x, a=lock),
+            "argument 'a' of the partial",
+        ),
         "partial function": (functools.partial(inner), "captured variable 'lock'"),
     }
     if lock is None:

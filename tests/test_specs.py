@@ -166,7 +166,7 @@ async def test_argument_tree_that_differs_is_refused(call, devices):
     function = colocated_python(lambda x, y=None: x).specialize(
         in_specs=(([spec_of(x), spec_of(x)],), {})
     )
-    with pytest.raises(SpecError, match="the tree differs: expected .*, got ") as caught:
+    with pytest.raises(SpecError, match=r"the tree differs: expected .*, got ") as caught:
         call(function, x)
     assert "PyTreeDef" in str(caught.value)
 
@@ -481,7 +481,7 @@ def test_devices_of_a_wrong_kind_are_refused(wrong, devices):
     if wrong is None:
         assert colocated_python(same).specialize(devices=None)(on(devices[0])) is not None
         return
-    with pytest.raises(SpecError, match="devices must be a jax.Device, a non-empty sequence"):
+    with pytest.raises(SpecError, match=r"devices must be a jax\.Device, a non-empty sequence"):
         colocated_python(same).specialize(devices=wrong)
 
 

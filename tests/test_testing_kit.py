@@ -307,7 +307,7 @@ def kit(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
     root = Path(aiocolocated.testing.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", str(root))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for variable in ("PYTEST_ADDOPTS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
+    for variable in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
         monkeypatch.delenv(variable, raising=False)
     pytester.makeconftest(textwrap.dedent(REPORTER))
     return pytester
@@ -715,7 +715,7 @@ def test_leak_check_outside_pytest() -> None:
         thread.start()
         left = open(__file__)  # noqa: SIM115
     assert len(caught.value.leaks) == 2
-    assert f"-> {Path(__file__)}" in str(caught.value)
+    assert f"-> {Path(__file__).resolve()}" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     gate.open()
     thread.join()

@@ -4,8 +4,23 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable
 from typing import Any
+
+
+class Shipped:
+    """A function on a host, which forgets it with the last reference to this.
+
+    Hosts hold it weakly: what a function captures may lead back to the function itself.
+    """
+
+    __slots__ = ("__weakref__", "body", "function", "lock")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.body: Callable[..., Any] | None = None  # runs it, once it is there
+        self.lock = threading.Lock()
 
 
 class Host(abc.ABC):
@@ -20,8 +35,8 @@ class Host(abc.ABC):
     process_index: int
 
     @abc.abstractmethod
-    def load(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Ship ``function`` once and return what runs it; called on worker threads only.
+    def load(self, function: Callable[..., Any]) -> Shipped:
+        """Ship ``function`` once, and see to its ``body``; called on worker threads only.
 
         The same function gives the same result, also under concurrent first calls.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiocolocated import _serialization
-from aiocolocated.hosts.base import Host
+from aiocolocated.hosts.base import Host, Shipped
 
 
 class InProcessHost(Host):
@@ -19,31 +19,23 @@ class InProcessHost(Host):
     process_index = 0
 
     def __init__(self) -> None:
-        self._copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
+        # By id: functions may be equal, unhashable, or take no weak references.
+        self._copies: weakref.WeakValueDictionary[int, Shipped] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def load(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self, function: Callable[..., Any]) -> Shipped:
         with self._lock:
-            try:
-                copy = self._copies.setdefault(function, _Copy())
-            except TypeError:  # a callable object that is not hashable or takes no weak references
-                copy = _Copy()
+            copy = self._copies.get(id(function))
+            if copy is None:
+                copy = self._copies[id(function)] = Shipped(function)
         with copy.lock:
             if copy.body is None:
                 copy.body = _serialization.copy_function(function)
-            return copy.body
+        return copy
 
     @property
     def shipped(self) -> int:
         return len(self._copies)
-
-
-class _Copy:
-    __slots__ = ("body", "lock")
-
-    def __init__(self) -> None:
-        self.body: Callable[..., Any] | None = None
-        self.lock = threading.Lock()
 
 
 _host: InProcessHost | None = None
