@@ -10,7 +10,7 @@ from typing import Any, cast
 from aiocolocated._channels import TaskChannel
 from aiocolocated._exceptions import ChannelClosedError
 from aiocolocated._owners import Owner, current_owner, enter_owner, leave_owner
-from aiocolocated._submission import cancel_owned, settle_owned
+from aiocolocated._submission import cancel_owned, settle_owned, stay_cancelled
 from aiocolocated._types import OnError
 
 
@@ -20,7 +20,8 @@ class open_task_channel:
     Colocated calls that the task makes inside the block go to the channel, and the block owns them:
     leaving it waits for all of them, bodies that were abandoned included, however often the task is
     cancelled meanwhile. Errors that nobody retrieved are raised on leaving as an
-    :exc:`ExceptionGroup`. When the block is left by an exception, queued calls are cancelled.
+    :exc:`ExceptionGroup`. When the block is left by an exception, queued calls are cancelled. Calls
+    that others submitted to the channel are waited for, too; a cancellation ends that wait.
 
     Args: as for :class:`TaskChannel`.
 
@@ -70,19 +71,31 @@ class open_task_channel:
         tb: TracebackType | None,
     ) -> None:
         self._channel._deactivate()
+        if isinstance(exc, KeyboardInterrupt):
+            self._owner.given_up = True
         if exc is not None:
             cancel_owned(self._owner, "its block was left by an exception")
-        cancelled = await settle_owned(self._owner)
+        cancelled = await settle_owned(
+            self._owner, cancelled=isinstance(exc, asyncio.CancelledError)
+        )
         self._channel._close()
+        if not self._owner.given_up:
+            try:
+                await self._channel.drain()  # others may have submitted calls to it as well
+            except asyncio.CancelledError as error:
+                cancelled = error
         leave_owner(self._owner)
         try:
             errors = self._owner.take_unretrieved()
             if exc is not None and not isinstance(exc, asyncio.CancelledError):
                 errors = [e for e in errors if e is not exc]
+                if errors or cancelled is not None:
+                    stay_cancelled()
                 if errors:
                     raise BaseExceptionGroup("errors in a task channel's block", [exc, *errors])
                 return
             if errors:
+                stay_cancelled()
                 raise ExceptionGroup("errors in a task channel's block", cast("Any", errors))
             if cancelled is not None and exc is None:
                 raise cancelled

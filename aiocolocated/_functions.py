@@ -309,6 +309,7 @@ class ColocatedFunction(Generic[P, R]):
         calls: list[ArrayFuture[Any]] = []
         failed: list[ArrayFuture[Any]] = []
         slots = asyncio.Semaphore(limit)
+        cancelled = False
 
         def over(call: ArrayFuture[Any]) -> None:
             if call._state != READY:
@@ -328,10 +329,16 @@ class ColocatedFunction(Generic[P, R]):
                 if failed:
                     return cast("list[R]", [await failed[0]])  # raises
             return [call._value for call in calls]
+        except KeyboardInterrupt:
+            owner.given_up = True
+            raise
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
         finally:
             if owner.live:
                 cancel_owned(owner, "its map() ended")
-                await settle_owned(owner)
+                await settle_owned(owner, cancelled=cancelled)
             owner.take_unretrieved()
             owner.closed = True
             del self, calls, over

@@ -301,8 +301,8 @@ class ArrayFuture(Call, Generic[R_co]):
         with LOCK:
             waiters = self._waiters or []
             kept = [w for w in waiters if not (isinstance(w, Callback) and w.entry.function == fn)]
-            if self._waiters is not None:
-                self._waiters[:] = kept
+            if len(kept) < len(waiters):
+                self._waiters = kept
             return len(waiters) - len(kept)
 
     # -- cancelling -----------------------------------------------------------------------------------

@@ -129,6 +129,13 @@ class Owner:
                 waiter.wake(wakes)
             self._quiet = []
 
+    def give_up(self, wakes: Wakes) -> None:
+        """Wait for the calls no longer."""
+        self.given_up = True
+        for waiter in self._quiet:
+            waiter.wake(wakes)
+        self._quiet = []
+
     def add_quiet_waiter(self, waiter: Any) -> bool:
         """Register a waiter for the moment when no call is left; false if that is now."""
         if not self.live or self.given_up:

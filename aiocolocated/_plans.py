@@ -45,8 +45,9 @@ def collect(
         elif isinstance(
             leaf, (ArrayFuture, types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
         ):
-            if isinstance(leaf, types.CoroutineType):
-                leaf.close()
+            for other in leaves:
+                if isinstance(other, types.CoroutineType):
+                    other.close()
             raise ArgumentError(
                 f"{name} returned a {type(leaf).__name__}: a body returns arrays and plain "
                 "values; call result() on a nested future, or pass the future itself on"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -140,16 +141,45 @@ def cancel_owned(owner: Owner, why: str) -> None:
     wakes.pay()
 
 
-async def settle_owned(owner: Owner) -> BaseException | None:
+def stay_cancelled() -> None:
+    """An error takes the place of the task's cancellation: have that raised at its next ``await``.
+
+    :class:`asyncio.TaskGroup` does so, too, from Python 3.13 on. Before, ``uncancel()`` could not take
+    it back, and an ``asyncio.timeout`` around the block would cancel what comes after it.
+    """
+    task = asyncio.current_task()
+    if sys.version_info >= (3, 13) and task is not None and task.cancelling():
+        task.uncancel()
+        task.cancel()
+
+
+async def settle_owned(owner: Owner, *, cancelled: bool = False) -> BaseException | None:
     """Wait until nothing of a block runs, whatever happens; the last cancellation, if any.
 
     The first cancellation cancels the block's calls; none of them ends the wait, but a second Ctrl-C
     does: :class:`asyncio.Runner` then cancels every task while it handles the ``KeyboardInterrupt``.
+
+    Args:
+        owner: the block.
+        cancelled: whether the block is left because its task was cancelled.
     """
     interrupted: BaseException | None = None
     loop = asyncio.get_running_loop()
+
+    def look(future: asyncio.Future[None] | None = None) -> None:
+        # In a callback, because the task may be handling some other exception.
+        if future is None or future.cancelled():
+            wakes = Wakes()
+            with LOCK:
+                if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                    owner.give_up(wakes)
+            wakes.pay()
+
+    if cancelled:
+        loop.call_soon(look)
     while True:
         waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+        waiter.future.add_done_callback(look)
         with LOCK:
             if not owner.add_quiet_waiter(waiter):
                 return interrupted
@@ -159,5 +189,3 @@ async def settle_owned(owner: Owner) -> BaseException | None:
             if interrupted is None:
                 cancel_owned(owner, "its block was cancelled")
             interrupted = error
-            if isinstance(error.__context__, KeyboardInterrupt):
-                owner.given_up = True

@@ -21,7 +21,7 @@ from aiocolocated._loops import Wakes, bridge_for
 from aiocolocated._owners import Owner, current_owner, enter_owner, leave_owner
 from aiocolocated._plans import RunPlan
 from aiocolocated._settings import LOCK
-from aiocolocated._submission import cancel_owned, settle_owned, submit
+from aiocolocated._submission import cancel_owned, settle_owned, stay_cancelled, submit
 from aiocolocated._types import FAILED
 from aiocolocated._waiters import LoopWaiter
 
@@ -90,15 +90,20 @@ class TaskGroup(asyncio.TaskGroup):
     ) -> None:
         assert self._left is not None
         self._left.set()
+        if isinstance(exc, KeyboardInterrupt):
+            self._owner.given_up = True
         error: BaseException | None = None
         try:
             await super().__aexit__(kind, exc, tb)
         except BaseException as caught:
             error = caught
         try:
+            if isinstance(error, KeyboardInterrupt):
+                self._owner.given_up = True
             if error is not None:
                 cancel_owned(self._owner, "its task group failed")
-            cancelled = await settle_owned(self._owner)
+            was_cancelled = isinstance(error, asyncio.CancelledError)
+            cancelled = await settle_owned(self._owner, cancelled=was_cancelled)
             leave_owner(self._owner)
             errors = self._owner.take_unretrieved()
             if isinstance(error, BaseExceptionGroup):
@@ -108,8 +113,10 @@ class TaskGroup(asyncio.TaskGroup):
                 unique = {id(e): e for e in (*error.exceptions, *errors)}
                 if len(unique) != len(error.exceptions):
                     error = error.derive(list(unique.values()))
+                stay_cancelled()
                 raise error
             if errors and (error is None or isinstance(error, asyncio.CancelledError)):
+                stay_cancelled()
                 raise BaseExceptionGroup("unhandled errors in a TaskGroup", errors)
             if error is None:
                 error = cancelled
@@ -122,12 +129,12 @@ class TaskGroup(asyncio.TaskGroup):
         assert self._left is not None
         try:
             await self._left.wait()
-            while self._owner.live:
+            while self._owner.live and not self._owner.given_up:
                 if await settle_owned(self._owner) is not None:
                     raise asyncio.CancelledError
         except asyncio.CancelledError:
             cancel_owned(self._owner, "its task group was cancelled")
-            await settle_owned(self._owner)
+            await settle_owned(self._owner, cancelled=True)
             raise
 
     # -- starting -----------------------------------------------------------------------------------

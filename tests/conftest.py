@@ -140,7 +140,7 @@ class Script:
             bufsize=0,  # or a look at the first lines takes away what `communicate` would return
         )
 
-    def wait_for(self, line: str, timeout: float = 60.0) -> None:
+    def wait_for(self, line: str, timeout: float = 30.0) -> None:
         """Read standard output up to a line, which the program has to flush."""
         stdout = self.process.stdout
         assert stdout is not None
@@ -154,7 +154,7 @@ class Script:
         finished = self.finish(timeout=0.5)
         pytest.fail(f"the script did not print {line!r}:\n{finished.stdout}\n{finished.stderr}")
 
-    def finish(self, timeout: float = 60.0) -> Finished:
+    def finish(self, timeout: float = 30.0) -> Finished:
         """Wait for the end. A program that hangs is killed, and the test fails with its stacks."""
         try:
             stdout, stderr = self.process.communicate(timeout=timeout)
@@ -186,7 +186,7 @@ def start_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
 def run_script(start_script: Callable[..., Script]) -> Callable[..., Finished]:
     """Run Python source text as a program to its end."""
 
-    def run(source: str, *, timeout: float = 60.0, **environment: str) -> Finished:
+    def run(source: str, *, timeout: float = 30.0, **environment: str) -> Finished:
         return start_script(source, **environment).finish(timeout)
 
     return run

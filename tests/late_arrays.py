@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ def _expected(record: logging.LogRecord) -> bool:
 # JAX logs the error with its traceback, and so with arrays that the test would seem to leak.
 logging.getLogger("jax._src.callback").addFilter(_expected)
 
-_lates: weakref.WeakValueDictionary[int, Late] = weakref.WeakValueDictionary()
+_lates: dict[int, Late] = {}  # until their arrays are computed
 
 
 class Late:
@@ -39,22 +38,27 @@ class Late:
         Late._count += 1
         self.number = Late._count
         self._fails = False
-        self._thread = 0
-        self._inline = False
+        self._lock = threading.Lock()
+        self._thread = 0  # that dispatches
+        self._dispatched = False
+        self._early = False
         self._go = threading.Event()
-        _lates[self.number] = self
 
     def array(self, x: jax.Array) -> jax.Array:
         """``x``, some time later: dispatched now, on the device or devices of ``x``."""
-        # A host callback blocks the program, but JAX runs one inline when its inputs are there
-        # already. So it gets its input from a matrix product; one that is done too early is seen.
+        # A host callback blocks the program, but JAX dispatches one only when it has returned if its
+        # inputs are there already. So it gets its input from a matrix product, again if that was
+        # done too early.
+        _lates[self.number] = self
         work, hold = _programs(x)
         self._thread, steps = threading.get_ident(), 64
         while True:
-            self._inline = False
+            self._early = False
             array = hold(x, self.number, work(steps))
-            if not self._inline:
-                return array
+            with self._lock:
+                if not self._early:
+                    self._dispatched = True
+                    return array
             steps *= 2
 
     def release(self) -> None:
@@ -67,11 +71,16 @@ class Late:
         self._go.set()
 
     def _wait(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._inline = True
-        elif not self._go.wait(20):
+        here = threading.get_ident() == self._thread
+        if here or not self._go.wait(0.05):
+            with self._lock:
+                if not self._dispatched:
+                    self._early = True
+                    return
+        del _lates[self.number]
+        if not self._go.wait(20):
             raise TimeoutError("nobody released the late array")
-        elif self._fails:
+        if self._fails:
             raise LateError("the late array was told to fail")
 
 

@@ -561,22 +561,24 @@ async def reports():
 
 
 @pytest.fixture
-def logged(caplog):
+def logged():
     """What the library's logger reports."""
     reports = Reports()
 
-    class Handler(logging.Handler):
-        def emit(self, record):
-            reports.add(record.getMessage(), record.exc_info[1] if record.exc_info else None)
+    def take(record):
+        text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
+        # pytest keeps records, those hold tracebacks, and those hold arrays.
+        record.msg, record.args, record.exc_info = text, None, None
+        reports.add(text, error)
+        return True
 
-    handler = Handler()
-    logger = logging.getLogger("aiocolocated")
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("aiocolocated", "jax._src.callback")]
+    for logger in loggers:
+        logger.addFilter(take)
     yield reports
-    logger.removeHandler(handler)
+    for logger in loggers:
+        logger.removeFilter(take)
     reports.contexts.clear()
-    for record in caplog.get_records("call"):  # they hold tracebacks, and those hold arrays
-        record.msg, record.args, record.exc_info = record.getMessage(), None, None
 
 
 async def fence(reports: Reports) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
 import sys
 import textwrap
@@ -44,7 +44,8 @@ def chain(x):
 
 @jax.jit
 def endless(x):
-    return jax.lax.while_loop(lambda y: y[0] < 2, lambda y: y * 1.0, x)
+    m = jnp.ones((64, 64)) * x[0]  # hours
+    return x + jax.lax.fori_loop(0, 2**30, lambda _, y: y @ m * 1e-2, m)[0, 0]
 """
 
 
@@ -236,12 +237,10 @@ def test_exit_after_grace(run_script, calls):
     assert time.monotonic() - begin < 25
     assert finished.stdout == "not flushed\n"
     assert "gave 0.3 s (exit_grace); these calls still run" in finished.stderr
-    line = next(i for i, text in enumerate(script(source).splitlines(), 2) if "(x" in text and i > 45)
-    del line
     names = {"sleeping": ["sleep"], "nested": ["sleep", "outer"]}
     for name in names.get(calls, ["compute" if calls == "computing" else "<lambda>"]):
         assert f"  {name} on host in-process" in finished.stderr
-    assert "submitted at " in finished.stderr
+    assert re.search(r"submitted at .*script_0\.py:\d+\n", finished.stderr)
 
 
 def test_exit_after_grace_cancels_what_is_queued(run_script):
@@ -459,6 +458,3 @@ def test_fork_before_first_call(run_script):
         assert os.waitpid(child, 0)[1] == 7 << 8
     """
     assert run_script(source, timeout=30, PYTHONWARNINGS="ignore").check().stderr == ""
-
-
-assert os.name == "posix"

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 from aiocolocated import (
     SpecError,
+    TaskChannel,
     TaskGroup,
     cache_info,
     clear_caches,
@@ -509,11 +510,22 @@ def test_call_without_arrays_needs_devices():
 
 
 @pytest.mark.asyncio
-async def test_call_with_futures_of_plain_values_needs_devices(devices):
-    """Known only when the future is dispatched."""
-    early = colocated_python(give)(on(devices[0]), Box(3))
+async def test_call_with_futures_of_plain_values_needs_devices():
+    """Where neither a future's value nor what made it has a device, the words say what to do."""
+    channel = TaskChannel()
+    early = channel.run(lambda: 3)
     text = await refused(lambda: colocated_python(same)(early))
     assert "same was called without arrays" in text
+    await channel.aclose()
+
+
+@pytest.mark.asyncio
+async def test_call_with_futures_of_plain_values_runs_where_they_were_made(devices):
+    """The devices of a future's call tell those of a call that has nothing else to go by."""
+    early = colocated_python(give)(on(devices[2]), Box(3))
+    result = await value(colocated_python(lambda n: np.full(n, 1.0, np.float32))(early))
+    assert result.shape == (3,)
+    assert result.device == devices[2]
 
 
 def test_arrays_on_different_devices_are_refused(devices):

@@ -637,6 +637,20 @@ async def test_guard_refuses_locks_threads_and_queues() -> None:
     ]
 
 
+@pytest.mark.asyncio
+async def test_guard_refuses_thread_starts_of_the_library_only() -> None:
+    """`Thread.start` waits for the new thread: the library must not do that on a loop."""
+    library = Path(aiocolocated.testing.__file__).parents[1] / "_example.py"
+    scope: dict[str, object] = {}
+    exec(compile("def start(thread): thread.start()", str(library), "exec"), scope)
+    with forbid_blocking():
+        thread = threading.Thread(target=int)
+        with pytest.raises(Exception, match=r"Blocking call to threading\.Thread\.start"):
+            scope["start"](thread)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+
+
 def test_guard_leaves_functions_picklable() -> None:
     """A body may capture a patched function, or one from before; both come back as the original."""
     from time import sleep
