@@ -9,7 +9,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 V = TypeVar("V")
 
@@ -35,12 +35,19 @@ class CacheInfo:
     shipped: int
 
 
+class CacheUser(Protocol):
+    """What keeps the entry that it used last at hand."""
+
+    _last: Any
+
+
 class SpecializationCache(Generic[V]):
     """Specializations of one function; concurrent first calls make one."""
 
-    __slots__ = ("__weakref__", "_entries", "_lock")
+    __slots__ = ("__weakref__", "_entries", "_lock", "_users")
 
     def __init__(self) -> None:
+        self._users: weakref.WeakSet[CacheUser] = weakref.WeakSet()
         self._entries: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.RLock()
         _all.add(self)
@@ -59,9 +66,16 @@ class SpecializationCache(Generic[V]):
                 self._entries.popitem(last=False)
             return value
 
+    def add_user(self, user: CacheUser) -> None:
+        """Note that ``user`` keeps an entry at hand."""
+        with self._lock:
+            self._users.add(user)
+
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
+            for user in list(self._users):
+                user._last = None
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -11,7 +11,7 @@ from time import monotonic
 from types import CodeType, TracebackType
 from typing import Any, Protocol, TypeAlias
 
-from aiocolocated import _compat, _contexts, _readiness, _service
+from aiocolocated import _compat, _contexts, _readiness, _service, _settings
 from aiocolocated._exceptions import BodyError, CallCancelledError
 from aiocolocated._loops import Wakes
 from aiocolocated._ordering import ChannelOrder, Ticket
@@ -222,6 +222,8 @@ class Call:
         with LOCK:
             if self._state >= phase:
                 return False
+            if _settings.forked:
+                raise _settings.refuse_fork()
             if phase == READY:
                 if self._waiters is None:
                     self._waiters = [waiter]
@@ -382,9 +384,7 @@ class Call:
         try:
             value, arrays = self._run_body()
             if arrays:
-                ready = _compat.all_ready(arrays)
-                if ready:
-                    _readiness.raise_failed(arrays)
+                ready = _readiness.check(arrays)
         except BaseException as exc:
             error = self._as_error(exc)
         local.call = None
@@ -498,7 +498,7 @@ class Call:
         """The poller found every array computed (service thread)."""
         error: BaseException | None = None
         try:
-            _readiness.raise_failed(arrays)
+            _readiness.check(arrays)
         except Exception as exc:
             error = self._as_error(exc)
         wakes = Wakes()

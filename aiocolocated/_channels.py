@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final, overload
 
+from aiocolocated import _settings
 from aiocolocated._calls import Call, waiting_body
 from aiocolocated._exceptions import ChannelClosedError, DeadlockError
 from aiocolocated._futures import ArrayFuture
@@ -285,6 +286,8 @@ class TaskChannel:
         Cancellation: stops the wait only.
         """
         self._refuse_own_body("drain")
+        if _settings.forked:
+            raise _settings.refuse_fork()
         loop = asyncio.get_running_loop()
         waiter = LoopWaiter(bridge_for(loop), loop.create_future())
         with LOCK:

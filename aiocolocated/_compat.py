@@ -12,10 +12,11 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jaxlib
 from jax._src import (
     config as _config,
     core as _core,
@@ -40,6 +41,10 @@ ArrayImpl: type[Any] = _ArrayImpl
 
 _is_ready = methodcaller("is_ready")
 _is_deleted = methodcaller("is_deleted")
+_clone = methodcaller("clone")
+_only_shard = methodcaller("_fully_replicated_shard")  # of an array on one device; a third of a clone
+_sharding = attrgetter("sharding")
+_ONE_DEVICE = frozenset({jax.sharding.SingleDeviceSharding})
 
 
 def key_data(key: Any) -> Any:
@@ -59,20 +64,40 @@ def all_ready(arrays: Iterable[Any]) -> bool:
     return all(map(_is_ready, filterfalse(_is_deleted, arrays)))
 
 
-def raise_failed(arrays: Sequence[Any]) -> None:
-    """Raise the error of a failed or deleted array; blocks unless ``all_ready(arrays)``.
-
-    ``jax.block_until_ready`` does the same after flattening its argument. All versions.
-    """
-    _batched_block_until_ready(arrays)
-
-
 try:
     _batched_block_until_ready: Callable[[Sequence[Any]], Any] = (
         _xla_client.batched_block_until_ready
     )
 except AttributeError:  # not seen yet; the public function is only slower
     _batched_block_until_ready = jax.block_until_ready
+
+_JAXLIB = tuple(int(part) for part in jaxlib.__version__.split(".")[:3] if part.isdecimal())
+
+
+def ready_or_raise(arrays: Sequence[Any]) -> bool:
+    """Whether every array is computed; if so, raises the error of a failed or deleted one.
+
+    Only blocking shows a failure. It gives up the interpreter lock, and if another thread deletes the
+    array meanwhile, the process crashes on jaxlib <= 0.11.1. There it blocks on clones, which share the
+    buffers and are nobody else's. As in ``all_ready``, no bytecode may run between the ``is_deleted``
+    and the cloning of one array.
+    """
+    alive: Sequence[Any] = arrays
+    try:
+        if _JAXLIB < (0, 11, 2):
+            one_device = _ONE_DEVICE.issuperset(map(type, map(_sharding, arrays)))
+            clone = _only_shard if one_device else _clone
+            alive = list(map(clone, filterfalse(_is_deleted, arrays)))
+            ready = all(map(_is_ready, alive))
+        else:
+            ready = all_ready(arrays)
+        if ready:
+            _batched_block_until_ready(alive)
+            if len(alive) != len(arrays):
+                raise RuntimeError("Array has been deleted.")
+        return ready
+    finally:
+        del arrays, alive  # a traceback keeps this frame
 
 
 def device_list(sharding: Any) -> tuple[Any, ...]:
@@ -218,6 +243,7 @@ _d2h = _local_reader("jax_transfer_guard_device_to_host")
 _checks = _local_reader("jax_enable_checks")
 _custom_prng = _local_reader("jax_enable_custom_prng")
 _gc_guard = _local_reader("jax_array_garbage_collection_guard")
+_tf_scan = _local_reader("jax2tf_associative_scan_reductions")
 
 
 def capture_config() -> Snapshot | None:
@@ -241,6 +267,7 @@ def capture_config() -> Snapshot | None:
         and _d2d() is _unset
         and _d2h() is _unset
         and _gc_guard() is _unset
+        and _tf_scan() is _unset
         and _checks() is _unset
         and _custom_prng() is _unset
         and not _source.context.name_stack.stack
@@ -266,12 +293,13 @@ def capture_config() -> Snapshot | None:
 def _find_user_contexts() -> None:
     """Add the objects behind ``jax.make_user_context``; JAX keeps no list of them.
 
-    A scan of the collector's objects costs tens of milliseconds, so only after one was made.
+    A scan of the collector's objects costs tens of milliseconds, so only after one was made. JAX 0.10.0
+    has no names of what is in its trace context, to which each user context adds an entry.
     """
     global _states, _user_contexts_seen
     kind = getattr(_config, "UserConfig", None)
-    names: tuple[str, ...] = getattr(_config.config_ext, "trace_context_names", tuple)()
-    count = names.count("user_context")
+    names = getattr(_config.config_ext, "trace_context_names", None)
+    count = names().count("user_context") if names else len(_trace_context())
     if kind is None or count == _user_contexts_seen:
         return
     _user_contexts_seen = count

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -83,7 +83,7 @@ class jax_scope:
     .. versionadded:: 0.1
     """
 
-    __slots__ = ("_options", "_tokens")
+    __slots__ = ("_options",)
 
     def __init__(self, **options: Any) -> None:
         for name in options:
@@ -94,10 +94,9 @@ class jax_scope:
             if not hasattr(jax, name):
                 raise TypeError(f"jax_scope(): JAX {jax.__version__} has no jax.{name}")
         self._options: _Options = tuple(options.items())
-        self._tokens: list[Token[_Options]] = []
 
     def __enter__(self) -> jax_scope:
-        self._tokens.append(scope.set(scope.get() + self._options))
+        scope.set(scope.get() + self._options)
         return self
 
     def __exit__(
@@ -106,7 +105,15 @@ class jax_scope:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        scope.reset(self._tokens.pop())
+        # Its own options go, and no others: a token would bring back what was there before, which
+        # tasks that share a context may have left meanwhile.
+        left = list(scope.get())
+        for option in reversed(self._options):
+            for i in reversed(range(len(left))):
+                if left[i] is option:
+                    del left[i]
+                    break
+        scope.set(tuple(left))
 
 
 @contextlib.contextmanager

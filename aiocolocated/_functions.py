@@ -178,7 +178,10 @@ class ColocatedFunction(Generic[P, R]):
             self._specialize, args, kwargs, leaves, parts, static, bool(futures)
         )
         plan = self._base.cache.get(key, make)
-        self._last = plan
+        if plan is not self._last:
+            if self._last is None:
+                self._base.cache.add_user(self)
+            self._last = plan
         return plan, futures, convert
 
     def _in_specs_key(self) -> Any:
@@ -317,17 +320,24 @@ class ColocatedFunction(Generic[P, R]):
             slots.release()
 
         try:
-            for args in zip(*iterables):  # noqa: B905 - ends with the shortest, as map() does
+            items = zip(*iterables)  # noqa: B905 - ends with the shortest, as map() does
+            while True:
                 await slots.acquire()
                 if failed:
+                    break
+                args = next(items, None)
+                if args is None:
+                    slots.release()
                     break
                 call = self._prepare_call(new_channel(), args, {}, code, lasti, owner)
                 call.add_done_callback(over)
                 calls.append(submit(call))
             for _ in range(limit):
-                await slots.acquire()
                 if failed:
                     return cast("list[R]", [await failed[0]])  # raises
+                await slots.acquire()
+            if failed:
+                return cast("list[R]", [await failed[0]])
             return [call._value for call in calls]
         except KeyboardInterrupt:
             owner.given_up = True
@@ -434,9 +444,10 @@ def colocated_python(fun: Callable[P, R]) -> ColocatedFunction[P, R]:
         ("generator function", inspect.isgeneratorfunction),
         ("asynchronous generator function", inspect.isasyncgenfunction),
     ):
-        if test(fun):
+        if test(fun) or test(getattr(type(fun), "__call__", None)):  # noqa: B004 - not whether
+            name = getattr(fun, "__qualname__", None) or repr(fun)
             raise ArgumentError(
-                f"colocated_python takes a plain function; {fun.__qualname__} is a {what}, which "
+                f"colocated_python takes a plain function; {name} is a {what}, which "
                 "this version does not run on hosts"
             )
     if not callable(fun):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Callable, Generator
 from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
@@ -215,7 +216,7 @@ class ArrayFuture(Call, Generic[R_co]):
                 call._waiting_on = self
         try:
             with waiting():
-                seconds = -1 if timeout is None else max(0.0, timeout)
+                seconds = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
                 if _service.exiting:
                     woken = pool.wait_at_exit(waiter.lock, seconds, self._channel)
                 else:

@@ -82,14 +82,18 @@ class LoopBridge:
         if self._armed:
             return
         self._armed = True
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            self.close()
+            return
         with self._fd_lock:  # a descriptor closed before the write might be somebody else's by then
             if self._fd is not None:
                 os.eventfd_write(self._fd, 1)
                 return
-        loop = self._loop()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
-                loop.call_soon_threadsafe(self._complete)
+        try:
+            loop.call_soon_threadsafe(self._complete)
+        except RuntimeError:  # closed just now
+            self.close()
 
     def _on_wake(self) -> None:
         fd = self._fd
@@ -121,13 +125,16 @@ class LoopBridge:
         self._closer = None  # it refers to the loop
         with self._fd_lock:
             fd, self._fd = self._fd, None
-        if fd is None:
-            return
         loop = self._loop()
-        if loop is not None and not loop.is_closed():
+        if loop is None or loop.is_closed():
+            # Nobody waits there any more, and the futures refer to the loop, whose entry this is.
+            self._armed = False
+            self._done.clear()
+            if fd is not None:
+                os.close(fd)
+        elif fd is not None:
             loop.remove_reader(fd)
-        os.close(fd)
-        if loop is not None and not loop.is_closed():
+            os.close(fd)
             loop.call_soon_threadsafe(self._complete)
 
     def __del__(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import Tracer
 
 from aiocolocated import _compat, _values
 from aiocolocated._exceptions import ArgumentError
@@ -92,8 +93,10 @@ class RunPlan:
         for leaf in _tree_flatten((args, kwargs))[0]:
             if type(leaf) is ArrayFuture:
                 call._convert = True
-            elif type(leaf) is ArrayImpl and not call._wide:
-                call._wide = len(leaf.sharding.device_set) > 1
+            elif type(leaf) is ArrayImpl:
+                call._wide = call._wide or len(leaf.sharding.device_set) > 1
+            elif isinstance(leaf, Tracer):
+                raise _values.refuse_traced(self.name)
         if call._convert:
             call._futures = self.futures(args, kwargs)
         return call

@@ -38,7 +38,7 @@ class _Poll:
         global _pending
         if _compat.all_ready(self.arrays):
             _pending -= 1
-            self.arrays = ()
+            self.stop()
             self.done()
             return
         now = monotonic()
@@ -46,22 +46,32 @@ class _Poll:
         pause = min(max(_FIRST_PAUSE, (now - self.since) * _AGE_FRACTION), longest)
         _service.call_at(now + pause, self.check)
 
+    def stop(self) -> None:
+        """Let go of the arrays: there is nothing to wait for any more (any thread)."""
+        self.arrays = ()
+
 
 _pending = 0
 
 
-def when_ready(arrays: Sequence[Any], done: Callable[[], None]) -> None:
-    """Call ``done`` on the service thread once every array is computed, failed or deleted."""
-    _service.post(_Poll(arrays, done).start)
+def when_ready(arrays: Sequence[Any], done: Callable[[], None]) -> _Poll:
+    """Call ``done`` on the service thread once every array is computed, failed or deleted.
+
+    Who gives up before that calls ``stop()`` on what is returned; ``done`` is called then as well.
+    """
+    poll = _Poll(arrays, done)
+    _service.post(poll.start)
+    return poll
 
 
-def raise_failed(arrays: Sequence[Any]) -> None:
-    """Raise the error of a failed or deleted array; for arrays that are known to be ready.
+def check(arrays: Sequence[Any]) -> bool:
+    """Whether every array is computed; if so, raises the error of a failed or deleted one.
 
     Failed arrays count as ready, so this look is needed after every wait.
     """
+    array = None
     try:
-        _compat.raise_failed(arrays)
+        return _compat.ready_or_raise(arrays)
     except RuntimeError as error:
         for array in arrays:
             if array.is_deleted():
@@ -70,3 +80,6 @@ def raise_failed(arrays: Sequence[Any]) -> None:
                     "before it was awaited"
                 ) from error
         raise
+    finally:
+        array = None
+        del arrays  # a traceback keeps this frame

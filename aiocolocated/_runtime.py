@@ -251,7 +251,6 @@ def _at_exit() -> None:
     with LOCK:
         pool.stop()
     _owners.report_unretrieved()
-    _service.serve_here()
     _service.stop()
 
 

@@ -8,11 +8,14 @@ import concurrent.futures
 import contextlib
 import dis
 import functools
+import importlib
 import inspect
 import io
+import itertools
 import marshal
 import pickle
 import socket
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -98,7 +101,37 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
         if isinstance(obj, types.CodeType):
             # cloudpickle drops the file's name, and with it the source lines of tracebacks.
             return marshal.loads, (marshal.dumps(obj),)
+        if isinstance(obj, types.FunctionType) and (depth := _decorators_of(obj)):
+            return _find_decorated, (obj.__module__, obj.__qualname__, depth)
         return super().reducer_override(obj)
+
+
+def _decorators_of(function: types.FunctionType) -> int:
+    """How many decorators are around a function under its name in an importable module.
+
+    cloudpickle takes functions of such modules by reference, but only if it finds them under their
+    name. That is where a colocated function is, so it would copy the body and the module's globals.
+    """
+    module = function.__module__
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    if module == "__main__" or any(f"{module}.".startswith(f"{name}.") for name in by_value):
+        return 0
+    layers = _layers(sys.modules.get(module), function.__qualname__)
+    return next((depth for depth, layer in enumerate(layers) if layer is function), 0)
+
+
+def _layers(module: types.ModuleType | None, name: str) -> Iterator[Any]:
+    """What a name of a module stands for, then what its decorators were given."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    while found is not None:
+        yield found
+        found = getattr(found, "__wrapped__", None)
+
+
+def _find_decorated(module: str, name: str, depth: int) -> Any:
+    return next(itertools.islice(_layers(importlib.import_module(module), name), depth, None))
 
 
 class _Unpickler(pickle.Unpickler):

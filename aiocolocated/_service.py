@@ -17,6 +17,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from time import monotonic
 
+from aiocolocated import _settings
 from aiocolocated._settings import LOCK
 
 logger = logging.getLogger("aiocolocated")
@@ -31,7 +32,7 @@ inbox: SimpleQueue[Action | None] = SimpleQueue()
 
 _timers: list[tuple[float, int, Action]] = []
 _timer_numbers = itertools.count()
-_running = False
+running = False
 exiting = False  # the interpreter exits, once all calls are over
 _ending = False  # they are
 _at_stop: list[Action] = []
@@ -51,6 +52,7 @@ def start_thread(run: Action, name: str, refused: Action = lambda: None) -> None
         refused: called, perhaps at once, where no thread can be started: the system has no more, or
             CPython 3.12 exits.
     """
+    _settings.started = True
     thread = threading.Thread(target=run, name=name)
     try:
         _thread.start_new_thread(_start, (thread, refused))
@@ -73,17 +75,24 @@ def _not_started(thread: threading.Thread, refused: Action, error: RuntimeError)
 
 def post(action: Action) -> None:
     """Run ``action`` on the service thread, soon. Not from finalizers."""
-    global _running
+    if _settings.forked:
+        raise _settings.refuse_fork()
     with LOCK:
         inbox.put(action)
-        if not _running and not _ending:
-            _running = True
-            start_thread(_serve, THREAD_NAME, _not_running)
+        start()
+
+
+def start() -> None:
+    """Start the thread unless it runs (under the lock)."""
+    global running
+    if not running and not _ending:
+        running = True
+        start_thread(_serve, THREAD_NAME, _not_running)
 
 
 def _not_running() -> None:
-    global _running
-    _running = False
+    global running
+    running = False
 
 
 def call_at(when: float, action: Action) -> None:
@@ -109,18 +118,26 @@ def stop() -> None:
         _run(action)
     with LOCK:
         _ending = True
-        inbox.put(None)
+    _empty_inbox()  # here, because the thread may not even have started
+    inbox.put(None)
+
+
+def _empty_inbox() -> None:
+    while True:
+        try:
+            action = inbox.get_nowait()
+        except Empty:
+            return
+        if action is not None:
+            _run(action)
 
 
 def serve_here() -> None:
     """Do what is due on this thread: at exit, where the thread was not started in time."""
-    if _running or not _here.acquire(blocking=False):
+    if running or not _here.acquire(blocking=False):
         return
     try:
-        while not inbox.empty():
-            action = inbox.get_nowait()
-            if action is not None:
-                _run(action)
+        _empty_inbox()
         while _timers and _timers[0][0] <= monotonic():
             _run(heapq.heappop(_timers)[2])
     finally:
@@ -128,7 +145,7 @@ def serve_here() -> None:
 
 
 def _serve() -> None:
-    global _running
+    global running
     idle_since = monotonic()
     while True:
         now = monotonic()
@@ -152,7 +169,7 @@ def _serve() -> None:
         elif stopping or (not _timers and not _watched and now - idle_since >= _IDLE_SECONDS):
             with LOCK:
                 if stopping or inbox.empty():
-                    _running = False
+                    running = False
                     return
 
 

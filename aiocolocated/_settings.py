@@ -49,7 +49,7 @@ class Settings:
             value = getattr(self, name)
             if value is None and name != "worker_idle_timeout":
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise ValueError(f"{name} must be seconds, 0 or more, got {value!r}")
 
 
@@ -65,7 +65,8 @@ class SettingsChanges(TypedDict, total=False):
 
 
 current = Settings()
-forked = False
+started = False  # any thread of the library
+forked = False  # after that
 
 
 def change(**changes: Any) -> Settings:
@@ -86,7 +87,7 @@ def refuse_fork() -> ForkedProcessError:
 
 def _after_fork_in_child() -> None:
     global forked
-    forked = True
+    forked = started
     _compat.reset_lock(LOCK)  # another thread, which the child lacks, may have held it
 
 

@@ -70,16 +70,14 @@ class TaskGroup(asyncio.TaskGroup):
         self._held: deque[Callable[[Wakes], bool]] = deque()
         self._handles: list[Any] | None = [] if keep_results else None
         self._left: asyncio.Event | None = None
+        self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> TaskGroup:
         await super().__aenter__()
         self._owner.parent = current_owner()
         enter_owner(self._owner)
         self._left = asyncio.Event()
-        # A task of the group hears at once when the group is cancelled, also while the block's own
-        # code goes on, and keeps the group open while calls run that are no tasks.
-        context = contextvars.copy_context()
-        super().create_task(self._keep_calls(), name="aiocolocated-taskgroup", context=context)
+        self._start_keeper()
         return self
 
     async def __aexit__(
@@ -125,9 +123,25 @@ class TaskGroup(asyncio.TaskGroup):
         finally:
             del exc, tb, error
 
+    def _start_keeper(self) -> None:
+        """A task of the group hears at once when the group is cancelled.
+
+        Also while the block's own code goes on. It keeps the group open while calls run that are no
+        tasks.
+        """
+        keeping, context = self._keep_calls(), contextvars.copy_context()
+        try:
+            self._keeper = super().create_task(
+                keeping, name="aiocolocated-taskgroup", context=context
+            )
+        except BaseException:
+            keeping.close()
+            raise
+
     async def _keep_calls(self) -> None:
         assert self._left is not None
         try:
+            await asyncio.sleep(0)  # eager tasks: the call that it is for is not there yet
             await self._left.wait()
             while self._owner.live and not self._owner.given_up:
                 if await settle_owned(self._owner) is not None:
@@ -166,8 +180,10 @@ class TaskGroup(asyncio.TaskGroup):
         """
         if inspect.iscoroutinefunction(fn):
             return self.create_task(fn(*args, **kwargs))
-        if self._left is None or self._owner.closed:
+        if self._keeper is None or self._owner.closed:
             raise RuntimeError(f"{self!r} is not active")
+        if self._keeper.done():  # all was over when the block was left, but for a task
+            self._start_keeper()
         frame = sys._getframe(1)
         prepare = fn._prepare_call if isinstance(fn, ColocatedFunction) else RunPlan(fn).prepare
         call: ArrayFuture[Any] = prepare(
@@ -201,12 +217,14 @@ class TaskGroup(asyncio.TaskGroup):
         The future was submitted by its call expression: ``create_task(f(x))`` twice is one channel,
         in order. Use :meth:`start_soon` for concurrent calls.
         """
+        turn: _Turn | None = None
         if isinstance(coro, ArrayFuture):
             coroutine: Any = _wait(coro)
         elif not inspect.iscoroutine(coro):
             raise ArgumentError(f"create_task takes a coroutine or an array future, got {coro!r}")
         elif self._limit is not None:
-            coroutine = self._limited(coro)
+            turn = _Turn(self, coro)
+            coroutine = turn.run()
         else:
             coroutine = coro
         try:
@@ -216,7 +234,11 @@ class TaskGroup(asyncio.TaskGroup):
         except BaseException:
             if coroutine is not coro:
                 coroutine.close()
+            if turn is not None:
+                turn.over()
             raise
+        if turn is not None:
+            task.add_done_callback(turn.over)
         if self._handles is not None:
             self._handles.append(task)
         return task
@@ -252,43 +274,6 @@ class TaskGroup(asyncio.TaskGroup):
             call._channel._resume()
         return True
 
-    async def _limited(self, coro: Coroutine[Any, Any, T]) -> T:
-        waiter: LoopWaiter | None = None
-        loop = asyncio.get_running_loop()
-
-        def let_go(wakes: Wakes) -> bool:
-            assert waiter is not None
-            waiter.wake(wakes)
-            return True
-
-        with LOCK:
-            assert self._limit is not None
-            if self._taken < self._limit:
-                self._taken += 1
-            else:
-                waiter = LoopWaiter(bridge_for(loop), loop.create_future())
-                self._held.append(let_go)
-        if waiter is not None:
-            try:
-                await waiter.future
-            except BaseException:
-                coro.close()
-                wakes = Wakes()
-                with LOCK:
-                    if let_go in self._held:
-                        self._held.remove(let_go)
-                    else:
-                        self._release_slot(wakes)
-                wakes.pay()
-                raise
-        try:
-            return await coro
-        finally:
-            wakes = Wakes()
-            with LOCK:
-                self._release_slot(wakes)
-            wakes.pay()
-
     def _call_done(self, call: ArrayFuture[Any]) -> None:
         """Let the group fail with a started call, by way of a task that awaits it.
 
@@ -300,6 +285,46 @@ class TaskGroup(asyncio.TaskGroup):
                 super().create_task(waiting)
             except RuntimeError:
                 waiting.close()
+
+
+class _Turn:
+    """A coroutine's place among all that a limit counts, from ``create_task`` on."""
+
+    __slots__ = ("_coro", "_group", "_waiter")
+
+    def __init__(self, group: TaskGroup, coro: Coroutine[Any, Any, Any]) -> None:
+        self._coro = coro
+        self._group = group
+        self._waiter: LoopWaiter | None = None
+        loop = asyncio.get_running_loop()
+        with LOCK:
+            assert group._limit is not None
+            if group._taken < group._limit:
+                group._taken += 1
+            else:
+                self._waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+                group._held.append(self._let_go)
+
+    def _let_go(self, wakes: Wakes) -> bool:
+        assert self._waiter is not None
+        self._waiter.wake(wakes)
+        return True
+
+    async def run(self) -> Any:
+        if self._waiter is not None:
+            await self._waiter.future
+        return await self._coro
+
+    def over(self, task: object = None) -> None:
+        """The task is done, or never was; it may have been cancelled before it started."""
+        self._coro.close()
+        wakes = Wakes()
+        with LOCK:
+            if self._let_go in self._group._held:
+                self._group._held.remove(self._let_go)
+            else:
+                self._group._release_slot(wakes)
+        wakes.pay()
 
 
 async def _wait(future: ArrayFuture[T]) -> T:

@@ -12,7 +12,6 @@ import jax
 from jax.core import Tracer
 
 from aiocolocated import _readiness, _values
-from aiocolocated._compat import all_ready
 from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import LoopBridge, Wakes, bridge_for
@@ -24,6 +23,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _tree_leaves = jax.tree_util.tree_leaves
+_ONLY_ARRAYS = frozenset({_values.ArrayImpl})
 
 
 async def wait_until_ready(tree: T, *, timeout: float | None = None) -> T:
@@ -59,31 +59,37 @@ async def wait_until_ready(tree: T, *, timeout: float | None = None) -> T:
 
     .. versionadded:: 0.1
     """
-    if timeout is not None:
-        async with asyncio.timeout(timeout):
-            return await wait_until_ready(tree)
-    leaves = _tree_leaves(tree)
     arrays: list[Any] = []
-    futures = False
-    for leaf in leaves:
-        if (array := _values.array_of(leaf)) is not None:
-            arrays.append(array)
-        elif type(leaf) is ArrayFuture:
-            futures = True
-        elif isinstance(leaf, Tracer):
-            raise _values.refuse_traced("wait_until_ready")
-    if futures:
-        calls: list[Any] = [leaf for leaf in leaves if type(leaf) is ArrayFuture]
-        await _wait_all(asyncio.get_running_loop(), calls, [], patient=False, cancels=False)
-        by_future = iter([call._outcome() for call in calls])
-        tree = jax.tree_util.tree_map(
-            lambda leaf: next(by_future) if type(leaf) is ArrayFuture else leaf, tree
-        )
-    if arrays:
-        if not all_ready(arrays):
+    calls: list[Any] = []
+    leaf: Any = None
+    leaves: Sequence[Any] = ()
+    array: Any = None
+    try:
+        if timeout is not None:
+            async with asyncio.timeout(timeout):
+                return await wait_until_ready(tree)
+        leaves = _tree_leaves(tree)
+        if _ONLY_ARRAYS.issuperset(map(type, leaves)):  # half the time of the loop
+            arrays, leaves = leaves, ()
+        for leaf in leaves:
+            if (array := _values.array_of(leaf)) is not None:
+                arrays.append(array)
+            elif type(leaf) is ArrayFuture:
+                calls.append(leaf)
+            elif isinstance(leaf, Tracer):
+                raise _values.refuse_traced("wait_until_ready")
+        if calls:
+            await _wait_all(asyncio.get_running_loop(), calls, [], patient=False, cancels=False)
+            _raise_first(calls)
+            tree = jax.tree_util.tree_map(
+                lambda leaf: leaf._value if type(leaf) is ArrayFuture else leaf, tree
+            )
+        if arrays and not _readiness.check(arrays):
             await _poll(arrays)
-        _readiness.raise_failed(arrays)
-    return tree
+            _readiness.check(arrays)
+        return tree
+    finally:
+        del tree, leaves, arrays, calls, leaf, array  # a traceback keeps this frame
 
 
 async def _poll(arrays: Sequence[Any]) -> None:
@@ -95,8 +101,12 @@ async def _poll(arrays: Sequence[Any]) -> None:
         waiter.wake(wakes)
         wakes.pay()
 
-    _readiness.when_ready(arrays, done)
-    await waiter.future
+    poll = _readiness.when_ready(arrays, done)
+    try:
+        await waiter.future
+    finally:
+        poll.stop()  # or it would hold the arrays, and poll, after a timeout
+        del arrays
 
 
 # --- gather -------------------------------------------------------------------------------------------
@@ -171,27 +181,20 @@ async def gather(*awaitables: Awaitable[Any], return_exceptions: bool = False) -
     .. versionadded:: 0.1
     """
     loop = asyncio.get_running_loop()
-    others: list[asyncio.Future[Any]] = [
-        asyncio.ensure_future(aw) for aw in awaitables if type(aw) is not ArrayFuture
-    ]
-    rest = iter(others)
-    items: list[Any] = [aw if type(aw) is ArrayFuture else next(rest) for aw in awaitables]
+    tasks: dict[int, Any] = {id(aw): aw for aw in awaitables if type(aw) is not ArrayFuture}
+    for key, other in tasks.items():  # one task for each, though it be given twice
+        tasks[key] = asyncio.ensure_future(other)
+    others: list[asyncio.Future[Any]] = list(tasks.values())
+    items: list[Any] = [tasks.get(id(aw), aw) for aw in awaitables] if tasks else list(awaitables)
+    other = None
     try:
         await _wait_all(loop, items, others, patient=return_exceptions)
         if return_exceptions:
             return [_error_or_value(item) for item in items]
-        for item in items:
-            if item.done() and not _succeeded(item):
-                for other in items:
-                    if other is not item:
-                        if other.done():
-                            _look(other)
-                        else:
-                            other.add_done_callback(_look)
-                return [await item]  # raises
+        _raise_first(items)
         return [item._value if type(item) is ArrayFuture else item.result() for item in items]
     finally:
-        del items, others, awaitables
+        del items, others, other, tasks, awaitables
 
 
 async def _wait_all(
@@ -245,6 +248,28 @@ async def _wait_all(
         for call, entry in entries:
             if call._state < READY:
                 call._drop_waiter(entry, READY, cancelled=cancelled and cancels)
+
+
+def _raise_first(items: Sequence[Any]) -> None:
+    """Raise the first error there is; the others, also those still to come, count as retrieved."""
+    for item in items:
+        if item.done() and not _succeeded(item):
+            break
+    else:
+        return
+    for other in items:
+        if other is not item:
+            if other.done():
+                _look(other)
+            else:
+                other.add_done_callback(_look)
+    try:
+        if type(item) is ArrayFuture:
+            item._outcome()
+        else:
+            item.result()
+    finally:
+        del items, item, other
 
 
 def _succeeded(item: Any) -> bool:
@@ -330,23 +355,23 @@ async def as_completed(
     loop = asyncio.get_running_loop()
     collector = _Collector(bridge_for(loop))
     entries: dict[int, tuple[ArrayFuture[R], _Collected]] = {}
-    for call in dict.fromkeys(futures):
-        if type(call) is not ArrayFuture:
-            raise TypeError(f"as_completed takes array futures, got {call!r}")
-        entry = _Collected(collector, call)
-        entries[id(call)] = (call, entry)
-        if not call._add_waiter(entry, READY):
-            with LOCK:
-                collector.done.append(call)
     deadline = None if timeout is None else loop.time() + timeout
     cancelled = False
     try:
+        for call in dict.fromkeys(futures):
+            if type(call) is not ArrayFuture:
+                raise TypeError(f"as_completed takes array futures, got {call!r}")
+            entry = _Collected(collector, call)
+            entries[id(call)] = (call, entry)
+            if not call._add_waiter(entry, READY):
+                with LOCK:
+                    collector.done.append(call)
         while entries:
+            waiting = None
             with LOCK:
                 if not collector.done:
-                    collector.waiting = loop.create_future()
-            if collector.waiting is not None:
-                waiting = collector.waiting
+                    waiting = collector.waiting = loop.create_future()
+            if waiting is not None:  # `collector.waiting` may be gone by now
                 async with asyncio.timeout_at(deadline):
                     await waiting
             call = collector.done.popleft()

@@ -129,7 +129,7 @@ class Worker:
             timeout = _settings.current.worker_idle_timeout
             if self.dedicated or _service.exiting:  # CPython 3.12 starts no thread while it exits
                 timeout = max(timeout, 1.0)
-            if self.wake.acquire(timeout=timeout):
+            if self.wake.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
                 break
             with LOCK:
                 if self.pool.retire(self):
@@ -215,6 +215,8 @@ class Pool:
             if not self.workers:
                 self._add_worker()
             _service.post(self._start_watch)
+        elif not _service.running:  # it was refused a thread
+            _service.start()
 
     def _start_watch(self) -> None:
         due = monotonic() + _PATIENCE

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from aiocolocated import _service
+from aiocolocated import _service, _settings
 from aiocolocated._calls import waiting_body
 from aiocolocated._exceptions import DeadlockError
 from aiocolocated._futures import ArrayFuture
@@ -102,6 +102,8 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
             "from_thread was called on a running event loop's thread, which it would stop; "
             "await the coroutine instead"
         )
+    if _settings.forked:
+        raise _settings.refuse_fork()
     loop = _loop()
     body = local.call
 

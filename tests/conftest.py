@@ -9,6 +9,7 @@ them. This file adds what only the library's own tests need.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 class _DebugLoop(asyncio.SelectorEventLoop):
     def set_debug(self, enabled: bool) -> None:  # the runner turns it off
         super().set_debug(True)
+        self.slow_callback_duration = 10.0  # or a busy machine makes it write to stderr, on the loop
 
 
 def _new_eager_loop() -> asyncio.AbstractEventLoop:
@@ -138,6 +140,7 @@ class Script:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,  # or a look at the first lines takes away what `communicate` would return
+            start_new_session=True,
         )
 
     def wait_for(self, line: str, timeout: float = 30.0) -> None:
@@ -160,9 +163,17 @@ class Script:
             stdout, stderr = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)  # faulthandler shows all threads
-            stdout, stderr = self.process.communicate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            stdout, stderr = self.kill()
             pytest.fail(f"the script hangs:\n{stdout.decode()}\n{stderr.decode()}", pytrace=False)
         return Finished(self.process.returncode, (self._read + stdout).decode(), stderr.decode())
+
+    def kill(self) -> tuple[bytes, bytes]:
+        """End the program and its children, if any is left; the rest of its output."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.communicate()
 
 
 @pytest.fixture
@@ -177,9 +188,7 @@ def start_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
 
     yield start
     for script in scripts:
-        if script.process.poll() is None:
-            script.process.kill()
-        script.process.communicate()
+        script.kill()
 
 
 @pytest.fixture

@@ -960,8 +960,8 @@ async def test_functions_own_cancelled_error_fails_a_task_group(x):
 @pytest.mark.asyncio
 async def test_everything_works_after_cancellations(x, recorder):
     """A storm of cancellations in every state leaves nothing behind that later calls would notice."""
-    gate = Gate()
     for _ in range(5):
+        gate = Gate()
         async with open_task_channel() as channel:
             calls = [wait(x, gate) for _ in range(20)]
             tasks = [asyncio.ensure_future(call) for call in calls]

@@ -33,7 +33,7 @@ from aiocolocated.testing import Gate, Recorder
 pytestmark = pytest.mark.timeout(40)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def x() -> jax.Array:
     return jnp.arange(3.0)
 
@@ -856,3 +856,28 @@ def test_callback_in_a_thread_may_submit_and_wait_for_nothing(x):
     held.gate.open()
     asyncio.run(recorder.wait_for("called"))
     assert recorder.sequence("called") == [True]
+
+
+# --- waiting in threads ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [None, float("inf"), 1e30])
+def test_thread_may_wait_for_ever(timeout, x):
+    """Endless timeouts are longer than a lock can wait, and wait without limit."""
+    held = Held(x)
+    threading.Timer(0.02, held.gate.open).start()
+    assert held.future.result(timeout) is x
+    assert held.future.exception(timeout) is None
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 0.01])
+def test_wait_in_thread_times_out_and_leaves_call(timeout, x):
+    """A timeout of result() or exception() ends the wait and leaves the call alone."""
+    held = Held(x)
+    held.started.wait()
+    for wait in (held.future.result, held.future.exception):
+        with pytest.raises(TimeoutError, match="hold is still running"):
+            wait(timeout)
+    assert not held.future.done()
+    held.gate.open()
+    assert held.future.result(10) is x

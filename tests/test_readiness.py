@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from late_arrays import Late, LateError
+from late_arrays import Late
 
 from aiocolocated import (
     ArrayDeletedError,
@@ -52,11 +52,19 @@ def late():
     late.release()
 
 
-async def pending(channel, late, x=None):
+async def pending(late, x=None):
     """An array that is computed when ``late`` is released."""
     async with asyncio.timeout(TIMEOUT):
-        x = jnp.arange(4.0) if x is None else x
-        array = await channel.run(late.array, x).wait_dispatched()
+        array = await asyncio.to_thread(late.array, jnp.arange(4.0) if x is None else x)
+    assert not array.is_ready()
+    return array
+
+
+async def pending_apart(late, device):
+    """The same on an execution stream of its own: JAX computes what shares one in order."""
+    x = jax.device_put(jnp.arange(2.0), device)
+    async with asyncio.timeout(TIMEOUT):
+        array = await TaskChannel().run(late.array, x).wait_dispatched()
     assert not array.is_ready()
     return array
 
@@ -137,9 +145,9 @@ def test_ready_future_costs_no_hop():
 
 
 @pytest.mark.asyncio
-async def test_pending_array_is_waited_for_off_the_loop(channel, late):
+async def test_pending_array_is_waited_for_off_the_loop(late):
     """The loop goes on, the wait ends when the array is computed, and gives the same tree."""
-    tree = {"a": [await pending(channel, late)], "b": None, "c": 3}
+    tree = {"a": [await pending(late)], "b": None, "c": 3}
     task = await started(wait_until_ready(tree))
     late.release()
     async with asyncio.timeout(TIMEOUT):
@@ -159,7 +167,7 @@ async def test_pending_future_is_waited_for_off_the_loop(late):
     task = await started(wait_until_ready([future, early]))
     late.release()
     async with asyncio.timeout(TIMEOUT):
-        assert await task == [early, early] or True
+        assert all(result is early for result in await task)
         assert await future is early
     assert future.state is CallState.READY
     assert early.is_ready()
@@ -167,17 +175,17 @@ async def test_pending_future_is_waited_for_off_the_loop(late):
 
 @pytest.mark.parametrize("kind", ["keys", "sharded", "bfloat16"])
 @pytest.mark.asyncio
-async def test_pending_arrays_of_every_kind(kind, channel, late, cpu_devices):
+async def test_pending_arrays_of_every_kind(kind, late, cpu_devices):
     """Typed keys, which have no is_ready, and arrays over several devices are waited for, too."""
     if kind == "keys":
-        data = await pending(channel, late, jnp.zeros(2, jnp.uint32))
+        data = await pending(late, jnp.zeros(2, jnp.uint32))
         array = jax.random.wrap_key_data(data)
     elif kind == "sharded":
         mesh = Mesh(np.array(cpu_devices[:2]), ("x",))
         x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("x")))
-        array = await pending(channel, late, x)
+        array = await pending(late, x)
     else:
-        array = await pending(channel, late, jnp.ones(3, jnp.bfloat16))
+        array = await pending(late, jnp.ones(3, jnp.bfloat16))
     task = await started(wait_until_ready([array]))
     late.release()
     async with asyncio.timeout(TIMEOUT):
@@ -187,9 +195,9 @@ async def test_pending_arrays_of_every_kind(kind, channel, late, cpu_devices):
 
 
 @pytest.mark.asyncio
-async def test_many_waiters_of_one_array(channel, late):
+async def test_many_waiters_of_one_array(late):
     """Any number of tasks may wait for the same array."""
-    array = await pending(channel, late)
+    array = await pending(late)
     tasks = [await started(wait_until_ready(array)) for _ in range(20)]
     late.release()
     async with asyncio.timeout(TIMEOUT):
@@ -199,9 +207,10 @@ async def test_many_waiters_of_one_array(channel, late):
 @pytest.mark.asyncio
 async def test_thousand_pending_arrays_use_few_threads(channel, late):
     """1 000 arrays that pend at once are waited for by at most 8 more threads."""
-    first = await pending(channel, late)
-    many = jax.jit(lambda x: [x + i for i in range(1000)])
+    many = jax.jit(lambda x: [x] * 1000)
     async with asyncio.timeout(60):
+        await channel.run(many, jnp.arange(4.0))  # compiled
+        first = await pending(late)
         arrays = await channel.run(many, first).wait_dispatched()
         assert not any(array.is_ready() for array in arrays)
         before = threading.active_count()
@@ -218,13 +227,10 @@ async def test_thousand_pending_arrays_use_few_threads(channel, late):
 
 
 @pytest.mark.asyncio
-async def test_slow_array_does_not_delay_a_fast_one(channel, cpu_devices):
+async def test_slow_array_does_not_delay_a_fast_one(cpu_devices):
     """Each wait ends with its own array, in whichever order they are computed."""
     lates = [Late() for _ in range(4)]
-    arrays = [
-        await pending(channel, late, jax.device_put(jnp.arange(2.0), device))
-        for late, device in zip(lates, cpu_devices, strict=False)
-    ]
+    arrays = [await pending_apart(*pair) for pair in zip(lates, cpu_devices, strict=False)]
     tasks = [await started(wait_until_ready(array)) for array in arrays]
     async with asyncio.timeout(TIMEOUT):
         for i in (2, 0, 3, 1):
@@ -234,13 +240,10 @@ async def test_slow_array_does_not_delay_a_fast_one(channel, cpu_devices):
 
 
 @pytest.mark.asyncio
-async def test_tree_is_ready_when_its_last_array_is(channel, cpu_devices):
+async def test_tree_is_ready_when_its_last_array_is(cpu_devices):
     """A tree waits for all its arrays, also if another failed to be the slowest."""
     lates = [Late() for _ in range(3)]
-    tree = [
-        await pending(channel, late, jax.device_put(jnp.arange(2.0), device))
-        for late, device in zip(lates, cpu_devices, strict=False)
-    ]
+    tree = [await pending_apart(*pair) for pair in zip(lates, cpu_devices, strict=False)]
     task = await started(wait_until_ready(tree))
     for late, array in zip(lates, tree, strict=True):
         assert not task.done()
@@ -254,9 +257,9 @@ async def test_tree_is_ready_when_its_last_array_is(channel, cpu_devices):
 
 
 @pytest.mark.asyncio
-async def test_timeout_ends_the_wait_only(channel, late):
+async def test_timeout_ends_the_wait_only(late):
     """TimeoutError comes in time, and the array may be awaited again."""
-    array = await pending(channel, late)
+    array = await pending(late)
     async with asyncio.timeout(TIMEOUT):
         with pytest.raises(TimeoutError):
             await wait_until_ready(array, timeout=0.02)
@@ -275,11 +278,10 @@ async def test_timeout_does_not_matter_when_ready():
 
 
 @pytest.mark.asyncio
-async def test_cancelled_wait_leaves_nothing_behind(channel):
+async def test_cancelled_wait_leaves_nothing_behind():
     """The poller forgets the arrays of a wait that was given up, long before they are computed."""
     late = Late()
-    x = jnp.arange(4.0)
-    array = await pending(channel, late, x)
+    array = await pending(late)
     reference = weakref.ref(array)
     task = await started(wait_until_ready([array]))
     task.cancel()
@@ -290,7 +292,6 @@ async def test_cancelled_wait_leaves_nothing_behind(channel):
         while reference() is not None:
             gc.collect()
             await asyncio.sleep(0.005)
-        assert _readiness._pending <= 1  # the call that dispatched it
         late.release()
 
 
@@ -299,7 +300,9 @@ def test_pauses_grow_with_the_age_of_a_wait(monkeypatch):
     now, due = [100.0], []
     ready = [False]
     monkeypatch.setattr(_readiness, "monotonic", lambda: now[0])
-    monkeypatch.setattr(_readiness._service, "call_at", lambda when, action: due.append((when, action)))
+    monkeypatch.setattr(
+        _readiness._service, "call_at", lambda when, action: due.append((when, action))
+    )
     monkeypatch.setattr(_readiness._service, "post", lambda action: action())
     monkeypatch.setattr(_readiness._compat, "all_ready", lambda arrays: ready[0])
     monkeypatch.setattr(_readiness, "_pending", 0)
@@ -314,9 +317,7 @@ def test_pauses_grow_with_the_age_of_a_wait(monkeypatch):
         action()
     assert pauses[0.0] == pytest.approx(50e-6)
     for age, pause in pauses.items():
-        assert pause <= max(50e-6, 0.051 * age)
-        assert pause <= 0.021
-        assert pause >= min(0.049 * age, 0.0199)
+        assert min(0.049 * age, 0.0199) <= pause <= max(51e-6, min(0.051 * age, 0.0201))
     assert len(pauses) < 1000
     ready[0] = True
     due.pop()[1]()
@@ -328,9 +329,9 @@ def test_pauses_grow_with_the_age_of_a_wait(monkeypatch):
 
 
 @pytest.mark.asyncio
-async def test_failed_computation_raises(channel, late):
+async def test_failed_computation_raises(late):
     """A failed array counts as ready for JAX: the wait raises its error, each time."""
-    array = await pending(channel, late)
+    array = await pending(late)
     task = await started(wait_until_ready({"a": array}))
     late.fail()
     async with asyncio.timeout(TIMEOUT):
@@ -354,7 +355,6 @@ async def test_failed_computation_fails_its_call(late):
     assert any(note.startswith("colocated call late_body") for note in caught.value.__notes__)
     assert future.state is CallState.FAILED
     assert early.is_ready()
-    assert issubclass(LateError, Exception)
 
 
 async def future_result(future):
@@ -362,9 +362,9 @@ async def future_result(future):
 
 
 @pytest.mark.asyncio
-async def test_failure_among_ready_arrays_raises(channel, late):
+async def test_failure_among_ready_arrays_raises(late):
     """One failed array fails its tree."""
-    array = await pending(channel, late)
+    array = await pending(late)
     late.fail()
     async with asyncio.timeout(TIMEOUT):
         with pytest.raises(jax.errors.JaxRuntimeError, match="told to fail"):
@@ -376,11 +376,6 @@ async def test_failure_among_ready_arrays_raises(channel, late):
 
 def delete(array):
     array.delete()
-
-
-@jax.jit
-def _consume(x):
-    return x + 1
 
 
 _donate = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -416,9 +411,9 @@ async def test_deleted_keys_raise():
 
 
 @pytest.mark.asyncio
-async def test_array_deleted_while_waiting_raises(channel, late):
+async def test_array_deleted_while_waiting_raises(late):
     """The wait ends with the error at once, not when the computation would have ended."""
-    array = await pending(channel, late)
+    array = await pending(late)
     task = await started(wait_until_ready(array))
     await asyncio.to_thread(array.delete)
     async with asyncio.timeout(TIMEOUT):
@@ -430,11 +425,11 @@ async def test_array_deleted_while_waiting_raises(channel, late):
 @pytest.mark.asyncio
 async def test_array_donated_while_waiting_raises(channel, late):
     """A pending array that is donated to another computation is gone for who awaits it."""
-    array = await pending(channel, late)
+    array = await pending(late)
     task = await started(wait_until_ready(array))
-    result = await_dispatch = channel.run(_donate, array)
+    result = channel.run(_donate, array)
     async with asyncio.timeout(TIMEOUT):
-        after = await await_dispatch.wait_dispatched()
+        after = await result.wait_dispatched()
         assert array.is_deleted()
         with pytest.raises(ArrayDeletedError):
             await task
@@ -563,9 +558,9 @@ def test_arrays_deleted_by_other_threads_never_crash(run_script):
 
 @pytest.mark.all_loops
 @pytest.mark.asyncio
-async def test_pending_array_on_every_kind_of_loop(channel, late):
+async def test_pending_array_on_every_kind_of_loop(late):
     """Debug mode, uvloop and eager tasks wait alike."""
-    array = await pending(channel, late)
+    array = await pending(late)
     task = await started(wait_until_ready(array))
     late.release()
     async with asyncio.timeout(TIMEOUT):
@@ -577,8 +572,7 @@ def test_wait_of_a_closed_loop_does_no_harm():
     late, kept = Late(), []
 
     async def give_up():
-        channel = TaskChannel()
-        kept.append(await channel.run(late.array, jnp.arange(2.0)).wait_dispatched())
+        kept.append(await pending(late))
         asyncio.ensure_future(wait_until_ready(kept[0]))  # noqa: RUF006 - dropped on purpose
         await asyncio.sleep(0)
 

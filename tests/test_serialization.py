@@ -228,6 +228,27 @@ def test_module_functions_go_by_reference():
     assert COUNT == 21
 
 
+MEETING = threading.Barrier(2)
+
+
+@colocated_python
+def decorated_here(x):
+    global COUNT
+    COUNT += 1
+    return COUNT, MEETING.parties  # a barrier cannot be shipped
+
+
+def test_decorated_module_functions_go_by_reference():
+    """It makes no difference whether the module has the function itself or only the decorated one."""
+    global COUNT
+    COUNT = 30
+    assert run(decorated_here, numbers()) == (31, 2)
+    assert run(decorated_here.specialize(devices=jax.devices()[:1]), numbers()) == (32, 2)
+    captured = decorated_here.__wrapped__
+    assert run(colocated_python(lambda x: captured(x)), numbers()) == (33, 2)
+    assert COUNT == 33
+
+
 def test_closures_reach_module_functions_by_reference():
     """A closure is copied; the module functions and modules that it uses are not."""
     global COUNT

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for many things: gather, as_completed, map and wait_until_ready."""
+"""Waiting for many: gather, as_completed, map, and wait_until_ready for trees with futures."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import sys
-import threading
+import gc
 import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from late_arrays import Late
 
 from aiocolocated import (
-    ArrayDeletedError,
-    ArrayFuture,
     CallCancelledError,
+    SpecError,
     TaskChannel,
-    TracedCallError,
     as_completed,
     colocated_python,
     configure,
     gather,
+    open_task_channel,
     runtime,
     wait_until_ready,
 )
@@ -38,46 +34,42 @@ def x() -> jax.Array:
     return jnp.arange(3.0)
 
 
-@colocated_python
-def add(x: jax.Array, n: int) -> jax.Array:
-    return x + n
+@pytest.fixture
+def xs() -> list[jax.Array]:
+    return [jnp.full(3, float(i)) for i in range(8)]
 
 
 @colocated_python
-def wait(x: jax.Array, gate: Gate, recorder: Recorder | None = None, name: object = 0) -> object:
-    """Note the start, wait, note the end, and return the name."""
-    if recorder is not None:
-        recorder.record("start", name=name)
-    gate.wait()
-    if recorder is not None:
-        recorder.record("end", name=name)
-    return name
+def ok(x: jax.Array) -> jax.Array:
+    return x
 
 
 @colocated_python
-def fail(x: jax.Array, error: Exception, gate: Gate | None = None) -> jax.Array:
-    if gate is not None:
-        gate.wait()
+def give(x: jax.Array, value: object) -> object:
+    return value
+
+
+@colocated_python
+def fail(x: jax.Array, error: BaseException) -> jax.Array:
     raise error
 
 
 @colocated_python
-def be_late(x: jax.Array, late: Late, recorder: Recorder | None = None) -> jax.Array:
-    """Return an array that is computed when the test wants it."""
-    if recorder is not None:
-        recorder.record("start")
+def wait(x: jax.Array, gate: Gate, value: object = None) -> object:
+    gate.wait()
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+@colocated_python
+def be_late(x: jax.Array, late: Late) -> jax.Array:
     return late.array(x)
 
 
-def elsewhere(function, *args) -> ArrayFuture:
-    """A call in a channel of its own."""
-    return TaskChannel().submit_nowait(function, *args)
-
-
-async def spin(turns: int = 20) -> None:
-    """Give a loop turns in which what must not happen would."""
-    for _ in range(turns):
-        await asyncio.sleep(0)
+def held(x: jax.Array, gate: Gate, value: object = None):
+    """A call in a channel of its own that waits for a gate; its value may be an error."""
+    return TaskChannel().submit_nowait(wait, x, gate, value)
 
 
 async def eventually(condition, what: str, timeout: float = 10.0) -> None:
@@ -88,14 +80,22 @@ async def eventually(condition, what: str, timeout: float = 10.0) -> None:
         await asyncio.sleep(0.001)
 
 
-def without_suspending(coroutine):
-    """The result of a coroutine that must not wait for anything."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    coroutine.close()
-    pytest.fail("the coroutine suspended")
+async def a_moment() -> None:
+    """Time in which what must not happen would."""
+    await asyncio.sleep(0.005)
+
+
+class Reports:
+    """What the running loop's exception handler is told."""
+
+    def __init__(self) -> None:
+        self.found: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, c: self.found.append(c))
+
+    async def are_none(self) -> bool:
+        gc.collect()
+        await asyncio.sleep(0.03)  # time in which one would arrive
+        return self.found == []
 
 
 # --- gather -----------------------------------------------------------------------------------------
@@ -104,353 +104,218 @@ def without_suspending(coroutine):
 @pytest.mark.all_loops
 @pytest.mark.asyncio
 async def test_gather_gives_results_in_order(x):
-    """Results come in the order of the arguments, whatever the order of finishing."""
+    """Results come in the order of the arguments, whichever finished first."""
     gates = [Gate() for _ in range(4)]
-    calls = [elsewhere(wait, x, gate, None, i) for i, gate in enumerate(gates)]
-    gathering = asyncio.create_task(gather(*calls))
-    for gate, call in zip(reversed(gates), reversed(calls), strict=True):
-        await spin()
+    gathering = asyncio.ensure_future(gather(*(held(x, gate, i) for i, gate in enumerate(gates))))
+    for gate in reversed(gates):
+        await a_moment()
         assert not gathering.done()
         gate.open()
-        await call
     assert await gathering == [0, 1, 2, 3]
 
 
 @pytest.mark.asyncio
-async def test_gather_of_nothing_is_empty():
-    """Without arguments the result is an empty list."""
+async def test_gather_of_nothing_and_of_finished_calls(x):
+    """No arguments give an empty list; calls that are over give their results without a wait."""
     assert await gather() == []
     assert await gather(return_exceptions=True) == []
-
-
-@pytest.mark.asyncio
-async def test_gather_of_finished_calls_does_not_suspend(x):
-    """What is done already costs no turn of the loop."""
-    calls = [add(x, i) for i in range(3)]
-    await calls[-1]
-    results = without_suspending(gather(*calls))
-    assert [int(r[0]) for r in results] == [0, 1, 2]
-    assert without_suspending(gather(*calls, return_exceptions=True)) == results
+    calls = [give(x, i) for i in range(5)]
+    await gather(*calls)
+    gathering = gather(*calls)
+    with pytest.raises(StopIteration) as stop:
+        gathering.send(None)
+    assert stop.value.value == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.asyncio
 async def test_gather_waits_for_arrays(x):
-    """A call is waited for until its arrays are computed, not only until its body has returned."""
+    """A call whose arrays are still computing is not over."""
     late = Late()
-    call = elsewhere(be_late, x, late)
-    gathering = asyncio.create_task(gather(call, add(x, 1)))
+    call = be_late(x, late)
+    gathering = asyncio.ensure_future(gather(call, ok(x)))
     await call.wait_dispatched()
-    await spin()
+    await a_moment()
     assert not gathering.done()
     late.release()
-    first, second = await gathering
-    assert first.is_ready()
-    assert second.tolist() == [1, 2, 3]
+    assert all(array.is_ready() for array in await gathering)
 
 
 @pytest.mark.asyncio
-async def test_gather_raises_error_of_computation(x):
-    """An error that only the computation has is raised like that of a body."""
-    late = Late()
-    call = elsewhere(be_late, x, late)
-    gathering = asyncio.create_task(gather(add(x, 1), call))
-    await call.wait_dispatched()
-    late.fail()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="told to fail"):
-        await gathering
-
-
-@pytest.mark.all_loops
-@pytest.mark.asyncio
-async def test_gather_mixes_all_kinds_of_awaitables(x):
-    """Calls, coroutines, tasks, futures and other awaitables keep their places."""
-
-    class Other:
-        def __await__(self):
-            yield from asyncio.sleep(0).__await__()
-            return "other"
+async def test_gather_mixes_kinds_of_awaitables(x):
+    """Coroutines, tasks, asyncio futures and awaitable objects mix with calls, order kept."""
 
     async def coroutine(value):
         await asyncio.sleep(0)
         return value
+
+    class Awaitable:
+        def __await__(self):
+            yield from asyncio.sleep(0).__await__()
+            return "object"
 
     future = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_soon(future.set_result, "future")
     gate = Gate()
-    call = elsewhere(wait, x, gate, None, "call")
+    asyncio.get_running_loop().call_later(0.01, gate.open)
     task = asyncio.create_task(coroutine("task"))
-    task.add_done_callback(lambda _: gate.open())
-    results = await gather(coroutine("coroutine"), call, task, Other(), future, elsewhere(add, x, 1))
-    assert results[:5] == ["coroutine", "call", "task", "other", "future"]
-    assert results[5].tolist() == [1, 2, 3]
+    results = await gather(
+        coroutine("coroutine"), held(x, gate, "call"), task, future, give(x, "quick"), Awaitable()
+    )
+    assert results == ["coroutine", "call", "task", "future", "quick", "object"]
 
 
 @pytest.mark.asyncio
-async def test_gather_makes_no_task_per_call(x):
-    """Waiting for calls makes no asyncio task."""
-    gate = Gate()
-    calls = [elsewhere(wait, x, gate), *(add(x, i) for i in range(100))]
-    gathering = asyncio.create_task(gather(*calls))
-    await spin()
-    assert asyncio.all_tasks() == {asyncio.current_task(), gathering}
-    gate.open()
-    assert len(await gathering) == 101
+async def test_gather_takes_the_same_awaitable_twice(x):
+    """The same call, and the same coroutine, may be given twice, as with asyncio.gather."""
 
-
-@pytest.mark.asyncio
-async def test_gather_takes_duplicates(x):
-    """The same call, task or coroutine given twice gives its result twice."""
-
-    async def coroutine(value):
+    async def coroutine():
         await asyncio.sleep(0)
-        return value
+        return "once"
 
-    gate = Gate()
-    call, task, coro = wait(x, gate, None, "call"), asyncio.create_task(coroutine(1)), coroutine(2)
-    gathering = asyncio.create_task(gather(call, task, coro, call, task, coro))
-    await spin()
-    gate.open()
-    assert await gathering == ["call", 1, 2, "call", 1, 2]
-
-
-@pytest.mark.asyncio
-async def test_cancelled_gather_of_duplicates_cancels_the_call(x):
-    """A call given twice does not keep itself alive."""
-    gate = Gate()
-    blocker, call = wait(x, gate), add(x, 1)
-    gathering = asyncio.create_task(gather(call, call))
-    await spin()
-    gathering.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await gathering
-    assert call.cancelled()
-    gate.open()
-    await blocker
-
-
-@pytest.mark.parametrize("wrong", [3, None, "text", [1]])
-@pytest.mark.asyncio
-async def test_gather_refuses_what_cannot_be_awaited(x, wrong):
-    """A TypeError, as from asyncio.gather, that leaves the calls alone."""
-    call = add(x, 1)
-    with pytest.raises(TypeError, match=r"awaitable|coroutine"):
-        await gather(call, wrong)
-    assert (await call).tolist() == [1, 2, 3]
+    call, coro = give(x, 1), coroutine()
+    assert await gather(call, coro, call, coro) == [1, "once", 1, "once"]
 
 
 @pytest.mark.all_loops
 @pytest.mark.asyncio
-async def test_gather_raises_first_error_at_once(x):
-    """The first error to happen is raised while others still run, which go on."""
-    slow, last, ready = Gate(), Gate(), Gate()
-    calls = [
-        elsewhere(wait, x, slow, None, "slow"),
-        elsewhere(fail, x, ValueError("last"), last),
-        elsewhere(fail, x, KeyError("first"), ready),
-    ]
-    gathering = asyncio.create_task(gather(*calls))
-    await spin()
-    ready.open()
-    with pytest.raises(KeyError, match="first"):
-        await gathering
-    assert [call.done() for call in calls] == [False, False, True]
-    slow.open()
-    last.open()
-    assert await calls[0] == "slow"
-    with pytest.raises(ValueError, match="last"):
-        await calls[1]
-
-
-@pytest.mark.asyncio
-async def test_gather_raises_error_that_is_there_already(x):
-    """It does not wait for anything if one of the calls has failed before."""
-    gate = Gate()
-    slow, failed = elsewhere(wait, x, gate, None, "slow"), elsewhere(fail, x, KeyError("early"))
-    with pytest.raises(KeyError, match="early"):
-        await failed
-    with pytest.raises(KeyError, match="early"):
-        without_suspending(gather(slow, failed))
+async def test_gather_raises_the_first_error_at_once(x):
+    """The first failure ends the wait, while the other calls go on."""
+    gate, error = Gate(), ValueError("first")
+    other = held(x, gate, "other")
+    with pytest.raises(ValueError, match="first") as caught:
+        await gather(other, fail(x, error), held(x, gate))
+    assert caught.value is error
+    assert not other.done()
     gate.open()
-    assert await slow == "slow"
+    assert await other == "other"
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+@pytest.mark.asyncio
+async def test_gather_raises_an_error_of_another_kind_of_awaitable(x, when):
+    """A failed coroutine or task ends the wait for calls, too."""
+    gate = Gate()
+
+    async def coroutine():
+        if when == "while":
+            await asyncio.sleep(0.005)
+        raise ValueError("task")
+
+    other = held(x, gate, "other")
+    task = asyncio.create_task(coroutine())
+    if when == "before":
+        await asyncio.wait([task])
+    with pytest.raises(ValueError, match="task"):
+        await gather(other, task)
+    assert not other.done()
+    gate.open()
+    assert await other == "other"
 
 
 @pytest.mark.asyncio
-async def test_gather_raises_error_of_coroutine_at_once(x):
-    """A coroutine's error is raised while calls still run, which go on."""
+async def test_gather_counts_later_errors_as_retrieved(x):
+    """Errors beside and after the first one are nobody's surprise: they are not reported."""
+    reports = Reports()
+    gate = Gate()
 
-    async def broken():
-        await asyncio.sleep(0)
+    async def late_error():
+        await gate.wait_async()
+        raise KeyError("task")
+
+    calls = [fail(x, ValueError(1)), fail(x, ValueError(2)), held(x, gate, ValueError(3))]
+    calls.append(asyncio.create_task(late_error()))
+    with pytest.raises(ValueError, match="1"):
+        await gather(*calls)
+    gate.open()
+    await eventually(lambda: all(call.done() for call in calls), "all fail")
+    await a_moment()
+    calls.clear()
+    assert await reports.are_none()
+
+
+@pytest.mark.asyncio
+async def test_gather_returns_exceptions(x):
+    """With return_exceptions errors and cancellations are results, and all are waited for."""
+    gate = Gate()
+    reports = Reports()
+
+    async def coroutine():
         raise KeyError("coroutine")
 
-    gate = Gate()
-    slow = elsewhere(wait, x, gate, None, "slow")
-    with pytest.raises(KeyError, match="coroutine"):
-        await gather(slow, broken())
-    assert not slow.done()
-    gate.open()
-    assert await slow == "slow"
-
-
-@pytest.mark.asyncio
-async def test_gather_raises_error_of_call_while_coroutine_runs(x):
-    """A call's error is raised while a coroutine still runs, which goes on."""
-    leave = asyncio.Event()
-
-    async def patient():
-        await leave.wait()
-        return "done"
-
-    task = asyncio.create_task(patient())
-    with pytest.raises(KeyError, match="call"):
-        await gather(task, elsewhere(fail, x, KeyError("call")))
-    assert not task.done()
-    leave.set()
-    assert await task == "done"
-
-
-@pytest.mark.asyncio
-async def test_gather_with_exceptions_gives_everything(x):
-    """With return_exceptions errors take the places of results, after all are done."""
-
-    async def broken():
-        raise KeyError("coroutine")
-
-    async def fine():
-        return "fine"
-
-    gate = Gate()
-    cancelled_call, cancelled_task = add(x, 1), asyncio.create_task(asyncio.sleep(60))
-    slow = elsewhere(wait, x, gate, None, "slow")
-    error = ValueError("call")
-    gathering = asyncio.create_task(
+    sleeper = asyncio.create_task(asyncio.sleep(30))
+    cancelled = held(x, gate)
+    gathering = asyncio.ensure_future(
         gather(
-            elsewhere(fail, x, error),
-            cancelled_call,
-            broken(),
-            slow,
-            cancelled_task,
-            fine(),
+            fail(x, ValueError("call")),
+            coroutine(),
+            cancelled,
+            held(x, gate, "last"),
+            sleeper,
             return_exceptions=True,
         )
     )
-    cancelled_call.cancel("for the test")
-    cancelled_task.cancel()
-    await spin()
+    await a_moment()
     assert not gathering.done()
+    cancelled.cancel()
+    sleeper.cancel()
     gate.open()
     results = await gathering
-    assert results[0] is error
-    assert isinstance(results[1], CallCancelledError)
-    assert isinstance(results[2], KeyError)
-    assert results[3] == "slow"
-    assert isinstance(results[4], asyncio.CancelledError)
-    assert results[5] == "fine"
+    kinds = [ValueError, KeyError, CallCancelledError, str, asyncio.CancelledError]
+    assert [type(result) for result in results] == kinds
+    assert await reports.are_none()
 
 
 @pytest.mark.asyncio
-async def test_gather_of_cancelled_call_raises_library_error(x):
-    """Somebody else's cancelled call is an ordinary error for those who wait for it."""
+async def test_gather_tells_of_a_cancelled_call(x):
+    """A call that somebody else cancels is an error for who gathers it, at once."""
     gate = Gate()
-    blocker, call = wait(x, gate), add(x, 1)
-    gathering = asyncio.create_task(gather(call, blocker))
-    await spin()
-    call.cancel()
+    cancelled, other = held(x, gate), held(x, gate, "other")
+    gathering = asyncio.ensure_future(gather(other, cancelled))
+    await asyncio.sleep(0)
+    cancelled.cancel()
     with pytest.raises(CallCancelledError):
         await gathering
-    assert not blocker.done()
     gate.open()
-    await blocker
-
-
-@pytest.mark.all_loops
-@pytest.mark.asyncio
-async def test_cancelled_gather_cancels_what_nobody_else_waits_for(x, recorder):
-    """Cancelling releases the waiter at once; calls with other waiters go on, the rest is cancelled."""
-    gate, leave = Gate(), asyncio.Event()
-    running = elsewhere(wait, x, gate, recorder, "running")
-    blocker = wait(x, gate)
-    queued = wait(x, gate, recorder, "queued")
-    shared = wait(x, gate, recorder, "shared")
-    other = asyncio.create_task(gather(shared))
-    task = asyncio.create_task(leave.wait())
-    gathering = asyncio.create_task(gather(running, queued, shared, task))
-    await recorder.wait_for("start")
-    await spin()
-    gathering.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(gathering, 5)
-    assert running.cancelled()
-    assert queued.cancelled()
-    assert not shared.done()
-    await spin()
-    assert task.cancelled()
-    assert recorder.sequence("end", "name") == []
-    gate.open()
-    assert await other == ["shared"]
-    await blocker
-    assert sorted(recorder.sequence("start", "name")) == ["running", "shared"]
+    assert await other == "other"
 
 
 @pytest.mark.asyncio
-async def test_cancelled_gather_with_exceptions_is_cancelled(x):
-    """return_exceptions does not swallow the caller's own cancellation."""
+async def test_cancelled_gather_cancels_what_it_alone_waits_for(x):
+    """Coroutines and tasks are cancelled, and calls that nobody else waits for."""
     gate = Gate()
-    call = elsewhere(wait, x, gate)
-    gathering = asyncio.create_task(gather(call, return_exceptions=True))
-    await spin()
+    ended = []
+
+    async def coroutine():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(asyncio.current_task().cancelling())
+
+    mine, shared = held(x, gate), held(x, gate, "shared")
+    other = asyncio.ensure_future(shared)
+    gathering = asyncio.ensure_future(gather(mine, coroutine(), shared))
+    await a_moment()
     gathering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gathering
-    assert call.cancelled()
+    await a_moment()
+    assert ended == [1]
+    assert mine.cancelled()
+    assert not shared.done()
     gate.open()
+    assert await other == "shared"
 
 
 @pytest.mark.asyncio
-async def test_timeout_around_gather_cancels_its_calls(x):
-    """asyncio.timeout turns into TimeoutError and takes the calls with it."""
-    gate = Gate()
-    call = elsewhere(wait, x, gate)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await gather(call)
-    assert call.cancelled()
-    gate.open()
-
-
-@pytest.mark.asyncio
-async def test_last_of_two_gathers_cancels_the_call(x):
-    """A call is cancelled with its last waiter, not with the first."""
-    gate = Gate()
-    call = elsewhere(wait, x, gate)
-    first, second = asyncio.create_task(gather(call)), asyncio.create_task(gather(call))
-    await spin()
-    for gathering, cancelled in ((first, False), (second, True)):
-        gathering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gathering
-        assert call.cancelled() is cancelled
-    gate.open()
-
-
-def test_gather_of_two_loops_at_once(x):
-    """Loops in two threads gather the same calls."""
-    gate, meeting = Gate(), Rendezvous(2)
-    calls = [elsewhere(wait, x, gate, None, i) for i in range(5)]
-    results = []
-
-    async def main():
-        gathering = asyncio.create_task(gather(*calls))
-        await asyncio.sleep(0)
-        await asyncio.to_thread(meeting.wait)
-        gate.open()
-        results.append(await gathering)
-
-    threads = [threading.Thread(target=asyncio.run, args=(main(),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert results == [[0, 1, 2, 3, 4]] * 2
+async def test_gather_is_one_wait_for_thousands(x):
+    """Many calls of many channels are gathered without a task for each."""
+    before = len(asyncio.all_tasks())
+    channels = [TaskChannel() for _ in range(20)]
+    calls = [channels[i % 20].submit_nowait(give, x, i) for i in range(2000)]
+    gathering = asyncio.ensure_future(gather(*calls))
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) <= before + 1
+    assert await gathering == list(range(2000))
 
 
 # --- as_completed -----------------------------------------------------------------------------------
@@ -459,12 +324,12 @@ def test_gather_of_two_loops_at_once(x):
 @pytest.mark.all_loops
 @pytest.mark.asyncio
 async def test_as_completed_yields_in_order_of_finishing(x):
-    """Every future is done when it is yielded, in the order of finishing."""
-    gates = [Gate() for _ in range(4)]
-    calls = [elsewhere(wait, x, gate, None, i) for i, gate in enumerate(gates)]
-    order = [2, 0, 3, 1]
-    gates[order[0]].open()
+    """Futures are yielded done, in the order in which they finished."""
+    gates = [Gate() for _ in range(5)]
+    calls = [held(x, gate, i) for i, gate in enumerate(gates)]
+    order = [3, 0, 4, 1, 2]
     seen = []
+    gates[order[0]].open()
     async for call in as_completed(calls):
         assert call.done()
         seen.append(await call)
@@ -474,62 +339,48 @@ async def test_as_completed_yields_in_order_of_finishing(x):
 
 
 @pytest.mark.asyncio
-async def test_as_completed_of_nothing_ends():
-    """Without futures the iterator is empty."""
+async def test_as_completed_yields_each_once_whatever_became_of_it(x):
+    """Repeated, finished, failed and cancelled futures are each yielded once; none raises."""
+    gate = Gate()
+    good, bad, gone = give(x, 1), fail(x, ValueError()), held(x, gate)
+    await good
+    gone.cancel()
+    seen = [call async for call in as_completed([good, bad, good, gone, bad])]
+    assert sorted(map(id, seen)) == sorted(map(id, (good, bad, gone)))
+    assert isinstance(bad.exception(), ValueError)
+    assert gone.cancelled()
+    gate.open()
+
+
+@pytest.mark.asyncio
+async def test_as_completed_of_nothing_ends(x):
+    """An empty collection gives an empty iteration."""
     assert [call async for call in as_completed([])] == []
 
 
 @pytest.mark.asyncio
-async def test_as_completed_takes_any_iterable_and_yields_duplicates_once(x):
-    """Futures come from any iterable; a future that repeats is yielded once."""
-    call, other = add(x, 1), add(x, 2)
-    yielded = [fut async for fut in as_completed(fut for fut in (call, other, call, call))]
-    assert sorted(map(id, yielded)) == sorted(map(id, (call, other)))
-
-
-@pytest.mark.asyncio
-async def test_as_completed_yields_failed_and_cancelled_calls(x):
-    """Errors are raised by the futures, not by the iteration."""
+async def test_as_completed_takes_array_futures_only(x):
+    """Other awaitables are refused by name, and nothing waits for the rest any more."""
     gate = Gate()
-    blocker, cancelled, failed = wait(x, gate), add(x, 1), elsewhere(fail, x, KeyError("body"))
-    cancelled.cancel()
-    outcomes = {}
-    async for call in as_completed([blocker, cancelled, failed], timeout=10):
-        try:
-            outcomes[call] = await call
-        except (KeyError, CallCancelledError) as error:
-            outcomes[call] = type(error)
-        if len(outcomes) == 2:
-            gate.open()
-    assert outcomes == {blocker: 0, cancelled: CallCancelledError, failed: KeyError}
-
-
-@pytest.mark.asyncio
-async def test_as_completed_waits_for_arrays(x):
-    """A call whose arrays are still being computed is not yielded."""
-    late = Late()
-    slow, quick = elsewhere(be_late, x, late), add(x, 1)
-    await slow.wait_dispatched()
-    iterator = as_completed([slow, quick])
-    assert await anext(iterator) is quick
-    rest = asyncio.create_task(anext(iterator))
-    await spin()
-    assert not rest.done()
-    late.release()
-    assert await rest is slow
-    await iterator.aclose()
+    call = held(x, gate)
+    with pytest.raises(TypeError, match="array futures, got 3"):
+        async for _ in as_completed([call, 3]):
+            pass
+    assert call._waiter_count == 0
+    gate.open()
+    await call
 
 
 @pytest.mark.asyncio
 async def test_as_completed_times_out_and_leaves_calls_alone(x):
-    """What finishes in time is yielded, then TimeoutError; the remaining calls go on."""
+    """The timeout is for all together; what is done comes first, and the rest goes on."""
     gate = Gate()
-    slow, quick = elsewhere(wait, x, gate, None, "slow"), add(x, 1)
+    quick, slow = give(x, "quick"), held(x, gate, "slow")
     await quick
     seen = []
     with pytest.raises(TimeoutError):
-        async for call in as_completed([slow, quick], timeout=0.01):
-            seen.append(call)
+        async for call in as_completed([slow, quick], timeout=0.02):
+            seen += [call]
     assert seen == [quick]
     assert not slow.done()
     gate.open()
@@ -537,108 +388,40 @@ async def test_as_completed_times_out_and_leaves_calls_alone(x):
 
 
 @pytest.mark.asyncio
-async def test_as_completed_yields_what_is_done_without_time_left(x):
-    """Finished futures are yielded whatever the timeout."""
-    calls = [add(x, i) for i in range(3)]
-    await calls[-1]
-    assert [call async for call in as_completed(calls, timeout=0)] == calls
-
-
-@pytest.mark.asyncio
-async def test_cancelled_as_completed_cancels_what_nobody_else_waits_for(x, recorder):
-    """Cancelling the wait releases it at once; calls with other waiters go on."""
+async def test_leaving_as_completed_early_leaves_calls_alone(x):
+    """After a break nothing waits for the remaining calls, and nothing cancels them."""
     gate = Gate()
-    done = add(x, 1)
-    await done
-    running = elsewhere(wait, x, gate, recorder, "running")
-    blocker = wait(x, gate)
-    queued = wait(x, gate, recorder, "queued")
-    shared = wait(x, gate, recorder, "shared")
-    other = asyncio.create_task(gather(shared))
-
-    async def collect():
-        async for _ in as_completed([done, running, queued, shared]):
-            pass
-
-    collecting = asyncio.create_task(collect())
-    await recorder.wait_for("start")
-    await spin()
-    collecting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(collecting, 5)
-    assert [call.cancelled() for call in (done, running, queued, shared)] == [False, True, True, False]
-    gate.open()
-    assert await other == ["shared"]
-    await blocker
-    assert sorted(recorder.sequence("start", "name")) == ["running", "shared"]
-
-
-@pytest.mark.asyncio
-async def test_breaking_out_of_as_completed_leaves_calls_alone(x):
-    """Remaining calls go on after a break, and after the iterator is closed."""
-    gate = Gate()
-    slow, quick = elsewhere(wait, x, gate, None, "slow"), add(x, 1)
-    async for call in as_completed([slow, quick]):
+    quick, slow = give(x, "quick"), held(x, gate, "slow")
+    iterator = as_completed([slow, quick])
+    async for call in iterator:
         assert call is quick
         break
-    iterator = as_completed([slow, quick])
-    await anext(iterator)
     await iterator.aclose()
-    await spin()
+    assert slow._waiter_count == 0
     assert not slow.done()
     gate.open()
     assert await slow == "slow"
 
 
 @pytest.mark.asyncio
-async def test_closed_as_completed_is_no_waiter(x):
-    """Once closed, it does not keep a call whose last waiter is cancelled."""
+async def test_cancelled_as_completed_cancels_the_rest(x):
+    """A task that is cancelled in the iteration was the remaining calls' last waiter."""
     gate = Gate()
-    slow, quick = elsewhere(wait, x, gate), add(x, 1)
-    iterator = as_completed([slow, quick])
-    await anext(iterator)
-    await iterator.aclose()
-    waiting = asyncio.create_task(gather(slow))
-    await spin()
-    waiting.cancel()
+    quick, slow = give(x, "quick"), held(x, gate)
+    first_is_done = asyncio.Event()
+
+    async def iterate():
+        async for call in as_completed([slow, quick]):
+            assert call is quick
+            first_is_done.set()
+
+    iterating = asyncio.create_task(iterate())
+    await first_is_done.wait()
+    iterating.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await waiting
+        await iterating
     assert slow.cancelled()
     gate.open()
-
-
-@pytest.mark.asyncio
-async def test_as_completed_refuses_others_and_leaves_no_waiter(x):
-    """It takes array futures only; the ones before the wrong one are untouched."""
-    gate = Gate()
-    call = elsewhere(wait, x, gate)
-    task = asyncio.create_task(asyncio.sleep(0))
-    with pytest.raises(TypeError, match="array futures"):
-        async for _ in as_completed([call, task]):
-            pass
-    await task
-    waiting = asyncio.create_task(gather(call))
-    await spin()
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert call.cancelled()  # so the refused iteration did not count as a waiter
-    gate.open()
-
-
-@pytest.mark.asyncio
-async def test_as_completed_misses_nothing_when_calls_finish_meanwhile(x):
-    """Whatever the moment at which a worker finishes a call, it is yielded once."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(20):
-            calls = [elsewhere(add, 0.0 * x, i) for i in range(20)]
-            seen = [call async for call in as_completed(calls, timeout=10)]
-            assert len(seen) == 20
-            assert set(seen) == set(calls)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 # --- map --------------------------------------------------------------------------------------------
@@ -646,65 +429,62 @@ async def test_as_completed_misses_nothing_when_calls_finish_meanwhile(x):
 
 @pytest.mark.all_loops
 @pytest.mark.asyncio
-async def test_map_gives_results_in_order(x):
-    """Results come in the order of the items, whatever the order of finishing."""
-    gates = [Gate() for _ in range(4)]
-    mapping = asyncio.create_task(wait.map([x] * 4, gates, [None] * 4, range(4)))
-    for i, gate in reversed(list(enumerate(gates))):
-        await eventually(lambda i=i: runtime.statistics().running == i + 1, "the others ended")
-        assert not mapping.done()
-        gate.open()
-    assert await mapping == [0, 1, 2, 3]
-
-
-@pytest.mark.asyncio
-async def test_map_of_nothing_is_empty(x):
-    """Empty iterables, or none, give an empty list."""
-    assert await add.map([], []) == []
-    assert await add.map() == []
-    assert await add.map([x], [], limit=1) == []
-
-
-@pytest.mark.asyncio
-async def test_map_ends_with_the_shortest(x):
-    """Several iterables are taken side by side, as map() does."""
-    results = await add.map(itertools.repeat(x), [1, 2, 3])
-    assert [int(result[0]) for result in results] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("by_default", [False, True])
-@pytest.mark.asyncio
-async def test_map_respects_its_limit_exactly(x, recorder, by_default):
-    """So many calls run at once and never one more; worker_limit if nothing is said."""
-    meeting = Rendezvous(3)
+async def test_map_gives_results_in_order(xs):
+    """The results are in the order of the items, of several iterables, of which the shortest counts."""
 
     @colocated_python
-    def meet(x, i):
-        recorder.record("start", i=i)
+    def weigh(x, factor):
+        return float(x[0]) * factor
+
+    assert await weigh.map(xs, [1, 2, 3]) == [0, 2, 6]
+    assert await ok.map([]) == []
+    assert await ok.map(iter(xs)) == xs
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8])
+@pytest.mark.asyncio
+async def test_map_limit_is_the_peak(xs, limit):
+    """Exactly `limit` calls run at once."""
+    meeting, recorder = Rendezvous(limit), Recorder()
+
+    @colocated_python
+    def meet(x):
+        recorder.record("start")
         meeting.wait()
-        recorder.record("end", i=i)
-        return i
+        recorder.record("end")
+        return x
 
-    if by_default:
-        configure(worker_limit=3)
-    limit = {} if by_default else {"limit": 3}
-    assert await meet.map([x] * 12, range(12), **limit) == list(range(12))
-    assert recorder.peak() == 3
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-@pytest.mark.asyncio
-async def test_map_refuses_senseless_limit(x, limit):
-    """A limit below one is refused before anything is taken."""
-    items = iter([x])
-    with pytest.raises(ValueError, match="at least 1"):
-        await add.map(items, [1], limit=limit)
-    assert next(items) is x
+    count = len(xs) // limit * limit
+    assert len(await meet.map(xs[:count], limit=limit)) == count
+    assert recorder.peak() == limit
 
 
 @pytest.mark.asyncio
-async def test_map_takes_items_as_calls_finish(x, recorder):
-    """Never more items are taken than may be under way; each finished call takes one."""
+async def test_map_is_limited_by_the_workers_by_default(xs):
+    """Without a limit as many calls are under way as there may be workers."""
+    configure(worker_limit=2)
+    recorder = Recorder()
+
+    @colocated_python
+    def body(x):
+        recorder.record("start")
+        recorder.record("end")
+        return x
+
+    taken = []
+
+    def items():
+        for x in xs:
+            taken.append(recorder.count("end"))
+            yield x
+
+    await body.map(items())
+    assert [i - ended <= 2 for i, ended in enumerate(taken)] == [True] * len(xs)
+
+
+@pytest.mark.asyncio
+async def test_map_takes_items_as_calls_finish(x):
+    """An endless or lazy iterable is read only as far as calls are under way."""
     gates = [Gate() for _ in range(6)]
     taken = []
 
@@ -713,399 +493,150 @@ async def test_map_takes_items_as_calls_finish(x, recorder):
             taken.append(i)
             yield gate
 
-    mapping = asyncio.create_task(
-        wait.map(itertools.repeat(x), items(), itertools.repeat(recorder), range(6), limit=2)
+    @colocated_python
+    def body(gate):
+        gate.wait()
+
+    mapping = asyncio.ensure_future(
+        body.specialize(devices=jax.devices()[:1]).map(items(), limit=2)
     )
-    for finished in range(5):
-        expected = min(6, finished + 2)
-        await recorder.wait_for("start", expected)
-        await spin()
-        assert len(taken) == expected
-        gates[finished].open()
-    gates[5].open()
-    assert await mapping == list(range(6))
+    for i, gate in enumerate(gates):
+        await eventually(lambda i=i: len(taken) == min(6, i + 2), "an item is taken")
+        await a_moment()
+        assert len(taken) == min(6, i + 2)
+        gate.open()
+    assert await mapping == [None] * 6
 
 
+@pytest.mark.parametrize("limit", [1, 2, None])
 @pytest.mark.asyncio
-async def test_map_counts_calls_until_their_arrays_are_there(x, recorder):
-    """A call whose arrays are still computed counts against the limit."""
-    late, quick = Late(), Late()
-    quick.release()
-    mapping = asyncio.create_task(
-        be_late.map([x] * 2, [late, quick], itertools.repeat(recorder), limit=1)
-    )
-    await recorder.wait_for("start")
-    await eventually(lambda: runtime.statistics().running == 0, "the first body returned")
-    await spin()
-    assert recorder.count("start") == 1
-    late.release()
-    assert len(await mapping) == 2
-
-
-@pytest.mark.asyncio
-async def test_map_takes_futures_as_items(x):
-    """Items may be calls themselves."""
-    results = await add.map([add(x, 1), add(x, 2)], [10, 20])
-    assert [int(result[0]) for result in results] == [11, 22]
-
-
-@pytest.mark.all_loops
-@pytest.mark.asyncio
-async def test_failed_map_cancels_the_rest_and_waits_for_bodies(x, recorder):
-    """After the first error no further item is taken, what is queued never runs, and nothing runs on."""
-    configure(worker_limit=2)
-    leave, ready = Gate(), Gate()
-    taken = []
+async def test_map_raises_the_first_error_when_nothing_runs(xs, limit):
+    """The first failure cancels the rest; map() raises it when no body runs, and starts no more."""
+    gate, recorder = Gate(), Recorder()
+    error = ValueError("item")
 
     @colocated_python
-    def body(x, i):
-        recorder.record("start", i=i)
-        if i == 1:
-            ready.wait()
-            raise KeyError(i)
-        leave.wait()
-        recorder.record("end", i=i)
+    def body(x):
+        recorder.record("start")
+        if float(x[0]) == 0:
+            raise error
+        gate.wait()
+        recorder.record("end")
+        return x
 
-    def items():
-        for i in itertools.count():
-            taken.append(i)
-            yield i
-
-    mapping = asyncio.create_task(body.map(itertools.repeat(x), items(), limit=5))
-    await recorder.wait_for("start", 2)
-    ready.open()
-    await eventually(lambda: runtime.statistics().queued == 0, "the queued calls were cancelled")
-    await spin()
-    assert not mapping.done()  # an abandoned body still runs
-    assert recorder.count("end") == 0
-    leave.open()
-    with pytest.raises(KeyError, match="1"):
-        await mapping
-    assert recorder.sequence("end") == [0]
-    assert sorted(recorder.sequence("start")) == [0, 1]
-    assert taken == [0, 1, 2, 3, 4]
-    assert not runtime.calls()
-
-
-@pytest.mark.asyncio
-async def test_map_raises_one_of_several_errors(x):
-    """Errors behind the first are not reported: the caller has been told."""
-    reported = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
-    meeting = Rendezvous(3)
-
-    @colocated_python
-    def body(x, i):
-        meeting.wait()
-        raise KeyError(i)
-
-    with pytest.raises(KeyError):
-        await body.map([x] * 3, range(3))
-    await spin()
-    assert reported == []
-
-
-@pytest.mark.all_loops
-@pytest.mark.asyncio
-async def test_cancelled_map_waits_for_bodies(x, recorder):
-    """However often it is cancelled, it is over only when none of its bodies runs, and then cancelled."""
-    gate = Gate()
-    mapping = asyncio.create_task(
-        wait.map([x] * 4, itertools.repeat(gate), itertools.repeat(recorder), range(4), limit=2)
-    )
-    await recorder.wait_for("start", 2)
-    for _ in range(3):
-        mapping.cancel()
-        await spin()
+    mapping = asyncio.ensure_future(body.map(xs, limit=limit))
+    await recorder.wait_for("start", 1 if limit == 1 else 2)
+    if limit != 1:
+        await eventually(lambda: runtime.statistics().abandoned, "the others are cancelled")
+        await a_moment()
         assert not mapping.done()
     gate.open()
-    with pytest.raises(asyncio.CancelledError):
-        await mapping
-    assert sorted(recorder.sequence("end", "name")) == [0, 1]
-    assert recorder.count("start") == 2
+    async with asyncio.timeout(10):
+        with pytest.raises(ValueError, match="item"):
+            await mapping
+    running = recorder.count("start")
+    assert recorder.count("end") == running - 1
+    await a_moment()
+    assert recorder.count("start") == running
 
 
 @pytest.mark.asyncio
-async def test_map_over_failing_iterable_ends_its_calls(x, recorder):
-    """The iterable's own error is raised after its calls were cancelled and none runs."""
-    gate = Gate()
+async def test_map_reports_errors_of_other_items_no_more(xs):
+    """Errors beside the first one are dropped with it, as with gather."""
+    reports = Reports()
+    meeting = Rendezvous(4)
+
+    @colocated_python
+    def body(x):
+        meeting.wait()
+        raise ValueError(float(x[0]))
+
+    async with open_task_channel():
+        with pytest.raises(ValueError, match="0"):
+            await body.map(xs[:4], limit=4)
+    assert await reports.are_none()
+
+
+@pytest.mark.asyncio
+async def test_map_stops_when_the_iterable_fails(xs):
+    """An error of the iterable, or of a call that is refused, comes out after the others have ended."""
+    recorder, gate = Recorder(), Gate()
+
+    @colocated_python
+    def body(x):
+        recorder.record("start")
+        gate.wait()
+        recorder.record("end")
 
     def items():
-        yield gate
+        yield xs[0]
         raise KeyError("iterable")
 
-    mapping = asyncio.create_task(
-        wait.map(itertools.repeat(x), items(), itertools.repeat(recorder), limit=4)
-    )
-    await recorder.wait_for("start")
-    await spin()
-    assert not mapping.done()
-    gate.open()
+    asyncio.get_running_loop().call_later(0.02, gate.open)
     with pytest.raises(KeyError, match="iterable"):
-        await mapping
-    assert recorder.count("end") == 1
+        await body.map(items())
+    assert recorder.count("start") == recorder.count("end")
+    with pytest.raises(SpecError, match="devices"):
+        await body.map([xs[0], "no array"])
+    assert recorder.count("start") == recorder.count("end")
 
 
 @pytest.mark.asyncio
-async def test_map_ends_when_a_call_cannot_be_made(x):
-    """An item that the function refuses ends the map like any error."""
+async def test_map_waits_for_arrays(x):
+    """map() is over when the arrays are computed, and holds the slot until then."""
+    lates = [Late() for _ in range(2)]
+    mapping = asyncio.ensure_future(be_late.map([x, x], lates, limit=1))
+    await eventually(lambda: runtime.statistics().dispatched == 1, "the first is dispatched")
+    await a_moment()
+    assert runtime.statistics().queued == runtime.statistics().running == 0
+    lates[0].release()
+    await eventually(lambda: runtime.statistics().dispatched == 1, "the second is dispatched")
+    lates[1].release()
+    assert all(array.is_ready() for array in await mapping)
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+@pytest.mark.asyncio
+async def test_map_refuses_a_senseless_limit(x, limit):
+    """A limit below one could never start anything."""
+    with pytest.raises(ValueError, match="limit"):
+        await ok.map([x], limit=limit)
+
+
+# --- wait_until_ready with futures ------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_wait_until_ready_replaces_futures_in_a_tree(x):
+    """Futures in the tree are waited for and replaced by their results; the rest is the same."""
+    tree = {"call": ok(x), "array": x, "twice": [give(x, (1, 2)), 7]}
+    ready = await wait_until_ready(tree)
+    assert ready == {"call": x, "array": x, "twice": [(1, 2), 7]}
+    assert ready["call"] is x
+    assert ready["array"] is x
+
+
+@pytest.mark.asyncio
+async def test_wait_until_ready_raises_the_first_error(x):
+    """A failed call's error is raised though an earlier one in the tree is not done yet."""
     gate = Gate()
-    gate.open()
-    elsewhere_array = jax.device_put(x, jax.devices()[1])
-    pinned = wait.specialize(devices=jax.devices()[:1])
-    with pytest.raises(ValueError, match="device"):
-        await pinned.map([x, elsewhere_array], itertools.repeat(gate))
-    assert not runtime.calls()
-
-
-# --- wait_until_ready -------------------------------------------------------------------------------
-
-
-@pytest.mark.all_loops
-@pytest.mark.asyncio
-async def test_wait_until_ready_waits_for_arrays(x):
-    """It returns the same tree once every array is computed."""
-    late = Late()
-    tree = {"late": late.array(x), "ready": [x, None, 3, "text", np.arange(2)]}
-    waiting = asyncio.create_task(wait_until_ready(tree))
-    await spin()
-    assert not waiting.done()
-    late.release()
-    assert await waiting is tree
-    assert tree["late"].is_ready()
-
-
-@pytest.mark.asyncio
-async def test_wait_until_ready_of_ready_tree_does_not_suspend(x):
-    """What is computed, or is no array, costs no turn of the loop."""
-    jax.block_until_ready(x)
-    for tree in (x, [x, (x, {"a": x})], None, (), 3, jax.random.key(0), jnp.zeros((0, 3))):
-        jax.block_until_ready(tree)
-        assert without_suspending(wait_until_ready(tree)) is tree
-
-
-@pytest.mark.asyncio
-async def test_wait_until_ready_replaces_futures(x):
-    """Array futures in the tree are replaced by their results."""
-    late = Late()
-    call = elsewhere(be_late, x, late)
-    waiting = asyncio.create_task(wait_until_ready({"a": add(x, 1), "b": (call, x), "c": call}))
-    await call.wait_dispatched()
-    await spin()
-    assert not waiting.done()
-    late.release()
-    tree = await waiting
-    assert tree["a"].tolist() == [1, 2, 3]
-    assert tree["b"][0] is tree["c"] is await call
-    assert tree["b"][1] is x
-
-
-@pytest.mark.asyncio
-async def test_wait_until_ready_waits_for_futures_and_arrays(x):
-    """A tree of both is ready when both are."""
-    late, gate = Late(), Gate()
-    call = elsewhere(wait, x, gate, None, "call")
-    waiting = asyncio.create_task(wait_until_ready([late.array(x), call]))
-    gate.open()
-    await call
-    await spin()
-    assert not waiting.done()
-    late.release()
-    array, name = await waiting
-    assert array.is_ready()
-    assert name == "call"
-
-
-@pytest.mark.asyncio
-async def test_slow_array_does_not_delay_fast_one(x):
-    """Waiters of several arrays are woken as each becomes ready."""
-    lates = [Late() for _ in range(4)]
-    arrays = [late.array(jax.device_put(x, jax.devices()[i])) for i, late in enumerate(lates)]
-    waiting = [asyncio.create_task(wait_until_ready(array)) for array in arrays]
-    for i in (2, 1, 3, 0):
-        await spin()
-        assert not waiting[i].done()
-        lates[i].release()
-        await waiting[i]
-
-
-@pytest.mark.asyncio
-async def test_many_waiters_take_no_threads(x):
-    """Any number of waiters for pending arrays is served by the library's one service thread."""
-    await add(x, 1)  # the library's threads are there
-    late = Late()
-    array = late.array(x)
-    before = threading.active_count()
-    waiting = [asyncio.create_task(wait_until_ready([array, x])) for _ in range(200)]
-    await spin()
-    assert threading.active_count() <= before + 1
-    late.release()
-    for result in await gather(*waiting):
-        assert result[0] is array
-
-
-@pytest.mark.parametrize("kind", ["array", "future", "running"])
-@pytest.mark.asyncio
-async def test_wait_until_ready_times_out(x, kind):
-    """TimeoutError; the computation or call goes on and may be awaited again."""
-    late, gate = Late(), Gate()
-    if kind == "array":
-        gate.open()
-        tree = late.array(x)
-    elif kind == "future":
-        gate.open()
-        tree = elsewhere(be_late, x, late)
-    else:
-        late.release()
-        tree = elsewhere(wait, x, gate)
-    with pytest.raises(TimeoutError):
-        await wait_until_ready(tree, timeout=0.01)
-    if kind != "array":
-        assert not tree.done()
-    late.release()
-    gate.open()
-    await wait_until_ready(tree, timeout=10)
-
-
-@pytest.mark.asyncio
-async def test_wait_until_ready_of_ready_tree_needs_no_time(x):
-    """With nothing to wait for even a timeout of zero is enough."""
-    jax.block_until_ready(x)
-    assert await wait_until_ready(x, timeout=0) is x
-
-
-@pytest.mark.all_loops
-@pytest.mark.asyncio
-async def test_cancelled_wait_until_ready_never_cancels(x, recorder):
-    """The waiter is released at once; the calls go on, although nobody else waits for them."""
-    gate, late = Gate(), Late()
-    running = elsewhere(wait, x, gate, recorder, "running")
-    blocker = wait(x, gate)
-    queued = wait(x, gate, recorder, "queued")
-    waiting = [
-        asyncio.create_task(wait_until_ready([running, queued])),
-        asyncio.create_task(wait_until_ready(late.array(x))),
-    ]
-    await recorder.wait_for("start")
-    await spin()
-    for task in waiting:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 5)
-    assert not running.done()
-    assert not queued.done()
-    gate.open()
-    late.release()
-    assert await gather(running, blocker, queued) == ["running", 0, "queued"]
-
-
-@pytest.mark.asyncio
-async def test_wait_until_ready_does_not_keep_a_call(x):
-    """It does not cancel a call, and once it is over it does not hold it either."""
-    gate = Gate()
-    call = elsewhere(wait, x, gate)
-    looking, waiting = (asyncio.create_task(w) for w in (wait_until_ready(call), gather(call)))
-    await spin()
-    looking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await looking
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert call.cancelled()
-    gate.open()
-
-
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pytest.mark.asyncio
-async def test_wait_until_ready_raises_error_of_computation(x, when):
-    """A failed computation raises its error, whether it failed before or during the wait."""
-    late = Late()
-    array = late.array(x)
-    if when == "before":
-        late.fail()
-        await eventually(array.is_ready, "the computation failed")
-    waiting = asyncio.create_task(wait_until_ready([x, array]))
-    await spin()
-    late.fail()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="told to fail"):
-        await waiting
-
-
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.asyncio
-async def test_wait_until_ready_raises_first_error_at_once(x, place):
-    """A failed call ends the wait while others still run, wherever it is in the tree."""
-    gate, ready = Gate(), Gate()
-    slow, failing = elsewhere(wait, x, gate, None, "slow"), elsewhere(fail, x, KeyError("body"), ready)
-    tree = [slow]
-    tree.insert(place, failing)
-    waiting = asyncio.create_task(wait_until_ready(tree))
-    await spin()
-    ready.open()
-    with pytest.raises(KeyError, match="body"):
-        await waiting
+    slow = held(x, gate, "slow")
+    with pytest.raises(ValueError, match="quick"):
+        await wait_until_ready([slow, fail(x, ValueError("quick"))])
     assert not slow.done()
     gate.open()
     assert await slow == "slow"
 
 
 @pytest.mark.asyncio
-async def test_wait_until_ready_counts_every_error_as_retrieved(x):
-    """As with gather, errors behind the first that is raised are not reported as well."""
-    reported = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
-    gate = Gate()
-    calls = [elsewhere(fail, x, KeyError(i)) for i in range(2)]
-    calls.append(elsewhere(fail, x, KeyError(2), gate))
-    with pytest.raises(KeyError):
-        await wait_until_ready(calls)
+async def test_wait_until_ready_times_out(x):
+    """The timeout ends the wait for calls and for arrays; both go on."""
+    gate, late = Gate(), Late()
+    slow = held(x, gate, "slow")
+    array = await TaskChannel().submit_nowait(be_late, x, late).wait_dispatched()
+    for tree in ([slow], [array], [slow, array]):
+        with pytest.raises(TimeoutError):
+            await wait_until_ready(tree, timeout=0.01)
     gate.open()
-    await eventually(lambda: all(call.done() for call in calls), "all calls failed")
-    del calls
-    await spin()
-    assert reported == []
-
-
-@pytest.mark.asyncio
-async def test_wait_until_ready_of_cancelled_call_raises_library_error(x):
-    """A call that somebody else cancelled raises CallCancelledError."""
-    gate = Gate()
-    blocker, call = wait(x, gate), add(x, 1)
-    waiting = asyncio.create_task(wait_until_ready((blocker, call)))
-    await spin()
-    call.cancel()
-    with pytest.raises(CallCancelledError):
-        await waiting
-    gate.open()
-    await blocker
-
-
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pytest.mark.asyncio
-async def test_wait_until_ready_refuses_deleted_array(x, when):
-    """A deleted array raises an error that says so, and does not crash the process."""
-    late = Late()
-    array = late.array(x)
-    if when == "before":
-        array.delete()
-    waiting = asyncio.create_task(wait_until_ready([x, array]))
-    await spin()
-    if when == "meanwhile":
-        assert not waiting.done()
-        array.delete()
-    with pytest.raises(ArrayDeletedError, match="deleted or donated"):
-        await asyncio.wait_for(waiting, 10)
     late.release()
-
-
-def test_wait_until_ready_refuses_tracers(x):
-    """Under a transformation there is nothing to wait for, which the error says."""
-
-    @jax.jit
-    def function(x):
-        with pytest.raises(TracedCallError, match="traces"):
-            wait_until_ready(x).send(None)
-        return x
-
-    function(x)
+    assert await wait_until_ready([slow, array], timeout=10) == ["slow", array]

@@ -123,7 +123,7 @@ class LeakCheck:
         """Yield the seconds to wait until the next look; raise if something stays."""
         deadline = monotonic() + self._timeout
         patience = monotonic() + min(0.05, self._timeout / 2)
-        released = False
+        released = collected = False
         pause = 0.0005
         while kinds:
             with allow_blocking():
@@ -131,11 +131,13 @@ class LeakCheck:
             if not kinds:
                 return
             now = monotonic()
-            if not released and now >= patience and self._leaked_arrays in kinds:
+            if not released and self._leaked_arrays in kinds:
                 released = True
                 self._release()
-                if self._collect:
-                    gc.collect()
+                continue
+            if self._collect and not collected and now >= patience and self._leaked_arrays in kinds:
+                collected = True
+                gc.collect()
                 continue
             if now >= deadline:
                 with allow_blocking():

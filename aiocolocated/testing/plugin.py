@@ -182,7 +182,9 @@ class _Checks:
     def active(self) -> bool:
         return not (self.guard is None and self.gap is None and self.leaks is None)
 
-    async def run(self, function: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    async def run(
+        self, function: Callable[..., Awaitable[Any]], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run the test's coroutine function with what needs its loop around it."""
         try:
             loop = asyncio.get_running_loop()
