@@ -16,7 +16,7 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax._src import (
     config as _config,
     core as _core,
@@ -71,7 +71,7 @@ try:
 except AttributeError:  # not seen yet; the public function is only slower
     _batched_block_until_ready = jax.block_until_ready
 
-_JAXLIB = tuple(int(part) for part in jaxlib.__version__.split(".")[:3] if part.isdecimal())
+_JAXLIB = tuple(int(part) for part in jaxlib.version.__version__.split(".")[:3] if part.isdecimal())
 
 
 def ready_or_raise(arrays: Sequence[Any]) -> bool:

@@ -87,6 +87,8 @@ class RunPlan:
         lasti: int,
         owner: Owner | None = None,
     ) -> ArrayFuture[Any]:
+        if _compat.tracing():
+            raise _values.refuse_traced(self.name)
         call: ArrayFuture[Any] = ArrayFuture._create(
             self, args, kwargs, channel, owner or current_owner(), _get_running_loop(), code, lasti
         )
@@ -95,7 +97,7 @@ class RunPlan:
                 call._convert = True
             elif type(leaf) is ArrayImpl:
                 call._wide = call._wide or len(leaf.sharding.device_set) > 1
-            elif isinstance(leaf, Tracer):
+            elif isinstance(leaf, Tracer):  # one that escaped its trace
                 raise _values.refuse_traced(self.name)
         if call._convert:
             call._futures = self.futures(args, kwargs)

@@ -86,7 +86,7 @@ def array_of(leaf: Any) -> Any:
 
 def refuse_traced(name: str) -> TracedCallError:
     return TracedCallError(
-        f"colocated function {name} was called while JAX traces (jit, vmap, grad, scan, ...). It runs "
-        "ordinary Python on concrete arrays: call it outside, or use jax.experimental.io_callback or "
+        f"{name} was called while JAX traces (jit, vmap, grad, scan, ...). A colocated call is ordinary "
+        "Python on concrete arrays: call it outside, or use jax.experimental.io_callback or "
         "jax.pure_callback inside."
     )

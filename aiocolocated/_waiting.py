@@ -252,6 +252,7 @@ async def _wait_all(
 
 def _raise_first(items: Sequence[Any]) -> None:
     """Raise the first error there is; the others, also those still to come, count as retrieved."""
+    other: Any = None
     for item in items:
         if item.done() and not _succeeded(item):
             break

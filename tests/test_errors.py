@@ -51,14 +51,20 @@ TIMEOUT = 20.0  # seconds; only a bug takes that long
 
 @colocated_python
 def fail(x, error):
-    """Raise a ready-made exception."""
-    raise error
+    """Raise a ready-made exception, which this frame must not hold: its traceback holds the frame."""
+    try:
+        raise error
+    finally:
+        del error
 
 
 @colocated_python
 def fail_without_input(x, error):
     del x
-    raise error
+    try:
+        raise error
+    finally:
+        del error
 
 
 @colocated_python
@@ -69,7 +75,10 @@ def ok(x):
 @colocated_python
 def wait_then_fail(x, gate, error):
     gate.wait()
-    raise error
+    try:
+        raise error
+    finally:
+        del error
 
 
 def line() -> int:

@@ -649,13 +649,12 @@ def test_what_cannot_be_shipped_is_refused_by_name(which):
         function = colocated_python(body)
         errors = []
         for _ in range(2):
-            with pytest.raises(NotShippableError) as caught:
-                run(function, numbers())
-            errors.append(caught.value)
-            text = str(caught.value)
+            errors.append(function(numbers()).exception(TIMEOUT))
+            assert isinstance(errors[-1], NotShippableError)
+            text = str(errors[-1])
             assert "test_what_cannot_be_shipped_is_refused_by_name.<locals>.body" in text
             assert "captured variable 'captured'" in text
-            assert caught.value.__notes__[0].startswith("colocated call ")
+            assert errors[-1].__notes__[0].startswith("colocated call ")
         assert errors[0] is not errors[1]
         assert run(colocated_python(count_here), numbers())
     finally:
@@ -789,10 +788,10 @@ def make_nested(lock):
 def test_culprit_is_named_however_it_is_reached(which):
     """The words name the variable that cannot be shipped and the way that leads to it."""
     function, *words = make_nested(threading.Lock())[which]
-    with pytest.raises(NotShippableError) as caught:
-        run(colocated_python(function), numbers())
+    error = colocated_python(function)(numbers()).exception(TIMEOUT)
+    assert isinstance(error, NotShippableError)
     for text in (*words, "lock"):
-        assert text in str(caught.value).replace("make_nested.<locals>.", "")
+        assert text in str(error).replace("make_nested.<locals>.", "")
 
 
 def test_attribute_named_like_a_global_is_not_blamed():

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import cloudpickle
+import jax
 import pytest
 
 import aiocolocated.testing
@@ -754,6 +755,18 @@ def test_leak_check_is_silent_after_an_error() -> None:
         thread.start()
         _ = 1 / 0
     thread.join()
+
+
+def test_leak_check_knows_old_arrays_by_their_buffers() -> None:
+    """A call may look at the shards of an array, which keeps them; they are no leak of the block."""
+    array = jax.numpy.ones(3)
+    same = aiocolocated.colocated_python(lambda x: x)
+    with LeakCheck(timeout=0.1):
+        assert same(array).result(10) is array
+        assert array.addressable_data(0).shape == (3,)
+    with pytest.raises(LeakError, match=r"float32\[3\]"), LeakCheck(timeout=0.1):
+        copied = array.copy()
+    del copied
 
 
 # --- recorder, gate, rendezvous ---------------------------------------------------------------------------

@@ -512,20 +512,22 @@ async def test_map_takes_items_as_calls_finish(x):
 @pytest.mark.asyncio
 async def test_map_raises_the_first_error_when_nothing_runs(xs, limit):
     """The first failure cancels the rest; map() raises it when no body runs, and starts no more."""
-    gate, recorder = Gate(), Recorder()
+    gate, fail_gate, recorder = Gate(), Gate(), Recorder()
     error = ValueError("item")
 
     @colocated_python
     def body(x):
         recorder.record("start")
         if float(x[0]) == 0:
+            fail_gate.wait()
             raise error
         gate.wait()
         recorder.record("end")
         return x
 
     mapping = asyncio.ensure_future(body.map(xs, limit=limit))
-    await recorder.wait_for("start", 1 if limit == 1 else 2)
+    await recorder.wait_for("start", limit or len(xs))
+    fail_gate.open()
     if limit != 1:
         await eventually(lambda: runtime.statistics().abandoned, "the others are cancelled")
         await a_moment()

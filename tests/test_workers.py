@@ -30,6 +30,8 @@ from aiocolocated import (
     runtime,
     wait_until_ready,
 )
+from aiocolocated._settings import LOCK
+from aiocolocated._workers import pool
 from aiocolocated.testing import Gate, Recorder, Rendezvous
 
 X = jnp.ones(2)
@@ -67,11 +69,14 @@ async def eventually(condition: Callable[[], object], timeout: float = 10.0) -> 
 
 
 async def end_workers() -> None:
-    """Start the rest of a test without any worker."""
-    configure(worker_idle_timeout=0.0)
-    await same(X)  # who waits already waits for as long as it was told to
-    await eventually(lambda: not runtime.statistics().workers, timeout=15.0)
-    configure(worker_idle_timeout=10.0)
+    """Start the rest of a test without any worker; they would end by themselves in some seconds."""
+    await eventually(lambda: (n := runtime.statistics()).idle == n.workers)
+    with LOCK:
+        for worker in pool.idle:
+            pool.workers.discard(worker)
+            pool.release(worker)
+        pool.idle.clear()
+    await eventually(lambda: not worker_threads())
 
 
 def worker_threads() -> list[threading.Thread]:
@@ -143,7 +148,7 @@ async def test_limit_is_reported_anew(caplog):
         await eventually(lambda jam=jam: len(caplog.records) == jam)
         gate.open()
         await gather(running, waiting)
-        await eventually(lambda: not _workers.pool._watching)  # it has seen that nothing waits
+        await eventually(lambda: not pool._watching)  # it has seen that nothing waits
     assert [r.levelname for r in caplog.records] == ["WARNING"] * 2
 
 
@@ -532,7 +537,7 @@ async def test_refused_service_thread_is_tried_again(monkeypatch):
     started, gate = Gate(), Gate()
     first = TaskChannel().submit_nowait(hold, X, started, gate)
     await started.wait_async()
-    assert refused
+    await eventually(lambda: refused and not _service.running)
     second = TaskChannel().submit_nowait(same, X)  # needs a second thread, which the service adds
     assert await asyncio.wait_for(second, 10) is X
     gate.open()

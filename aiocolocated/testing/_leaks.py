@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 from aiocolocated.testing._guard import allow_blocking
 
@@ -217,13 +217,17 @@ class LeakCheck:
         ]
 
     def _leaked_arrays(self, describe: bool) -> list[str]:
-        old = self._old_arrays
         arrays = _live_arrays()
-        return [
-            f"array {_describe(array, arrays)}" if describe else ""
-            for array in arrays
-            if not (id(array) in old and old[id(array)]() is array)
-        ]
+        old: list[Any] = []
+        new: list[Any] = []
+        for array in arrays:
+            entry = self._old_arrays.get(id(array))
+            (old if entry is not None and entry() is array else new).append(array)
+        if new:
+            # An array keeps its shard, a view of itself, once JAX or the library has looked at it.
+            buffers = {_buffer_of(array) for array in old} - {None}
+            new = [array for array in new if _buffer_of(array) not in buffers]
+        return [f"array {_describe(array, arrays)}" if describe else "" for array in new]
 
     def _leaked_descriptors(self, describe: bool) -> list[str]:
         if self._lasting != _lasting():
@@ -290,6 +294,14 @@ def _live_arrays() -> list[Any]:
         except RuntimeError:  # JAX was told to do without this platform
             continue
     return [array for array in arrays if not array.is_deleted()]
+
+
+def _buffer_of(array: Any) -> int | None:
+    """Address of a computed array on one device; its other Python objects have the same."""
+    try:
+        return cast("int", array.unsafe_buffer_pointer()) if array.is_ready() else None
+    except (RuntimeError, ValueError):  # failed, or on several devices
+        return None
 
 
 def _describe(array: Any, arrays: list[Any]) -> str:
