@@ -12,7 +12,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,12 +39,10 @@ else:
 # against it is ten times slower and also true for tracers. All versions.
 ArrayImpl: type[Any] = _ArrayImpl
 
-_is_ready = methodcaller("is_ready")
-_is_deleted = methodcaller("is_deleted")
-_clone = methodcaller("clone")
-_only_shard = methodcaller("_fully_replicated_shard")  # of an array on one device; a third of a clone
-_sharding = attrgetter("sharding")
-_ONE_DEVICE = frozenset({jax.sharding.SingleDeviceSharding})
+# Methods of a C++ class, mapped over arrays by C code. All versions.
+_is_ready: Callable[[Any], bool] = ArrayImpl.is_ready
+_is_deleted: Callable[[Any], bool] = ArrayImpl.is_deleted
+_clone: Callable[[Any], Any] = ArrayImpl.clone
 
 
 def key_data(key: Any) -> Any:
@@ -85,9 +83,7 @@ def ready_or_raise(arrays: Sequence[Any]) -> bool:
     alive: Sequence[Any] = arrays
     try:
         if _JAXLIB < (0, 11, 2):
-            one_device = _ONE_DEVICE.issuperset(map(type, map(_sharding, arrays)))
-            clone = _only_shard if one_device else _clone
-            alive = list(map(clone, filterfalse(_is_deleted, arrays)))
+            alive = list(map(_clone, filterfalse(_is_deleted, arrays)))
             ready = all(map(_is_ready, alive))
         else:
             ready = all_ready(arrays)

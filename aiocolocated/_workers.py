@@ -205,6 +205,8 @@ class Pool:
         if self.idle and active <= self.stuck and active < _settings.current.worker_limit:
             self._hand(self.idle.pop(), lane)
             return
+        if not self.ready:
+            self._limit_reported = False  # whatever waited then has got its thread
         if lane._nested:  # work that a body waits for goes first, or waiting bodies pile up
             self.ready.appendleft(lane)
         else:
@@ -282,7 +284,7 @@ class Pool:
         report: str | None = None
         with LOCK:
             if not self.ready:
-                self._watching = self._limit_reported = False
+                self._watching = False
                 return
             now = monotonic()
             again = now + _PATIENCE

@@ -49,9 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _DebugLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow_callback_duration = (
+            10.0  # or a busy machine makes it write to stderr, on the loop
+        )
+
     def set_debug(self, enabled: bool) -> None:  # the runner turns it off
         super().set_debug(True)
-        self.slow_callback_duration = 10.0  # or a busy machine makes it write to stderr, on the loop
 
 
 def _new_eager_loop() -> asyncio.AbstractEventLoop:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+
 class LateError(Exception):
     """Why the computation failed; JAX only keeps its text, in a ``JaxRuntimeError``."""
 

@@ -811,6 +811,31 @@ async def test_calls_that_an_abandoned_body_makes_are_waited_for(x, kind):
     assert recorder.count("end") == 1
 
 
+@BLOCKS
+@pytest.mark.asyncio
+async def test_calls_that_a_body_waits_for_are_cancelled_with_the_block(x, kind):
+    """Calls made by bodies belong to the block, too: the waiting body hears of it and ends."""
+    gate, recorder = Gate(), Recorder()
+
+    def body(x):
+        try:
+            wait(x, gate, recorder, "nested").result(timeout=10)
+        except CallCancelledError as error:
+            recorder.record("told", error=error)
+
+    with pytest.raises((RuntimeError, ExceptionGroup)):
+        async with new_block(kind) as block:
+            if kind == "group":
+                block.start_soon(body, x)
+            else:
+                block.run(body, x)
+            await recorder.wait_for("start")
+            asyncio.get_running_loop().call_later(0.05, gate.open)
+            raise RuntimeError("block")
+    assert recorder.count("told") == 1
+    assert recorder.count("end") == 1
+
+
 @pytest.mark.asyncio
 async def test_failing_task_group_cancels_calls_of_its_tasks(x):
     """A task's failure cancels the calls that its siblings wait for, and those nobody waits for."""

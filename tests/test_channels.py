@@ -20,6 +20,7 @@ from aiocolocated import (
     CallCancelledError,
     ChannelClosedError,
     ChannelStoppedError,
+    DeadlockError,
     TaskChannel,
     WouldBlock,
     _compat,
@@ -199,6 +200,45 @@ async def test_full_channel_makes_thread_wait(x, recorder):
     await gather(running, queued)
     assert recorder.sequence("start") == ["from thread"]
     await channel.aclose()
+
+
+@pytest.mark.asyncio
+async def test_body_that_waits_for_room_gives_its_worker_back(x):
+    """With one worker a body may wait for room in another channel, whose calls need that worker."""
+    configure(worker_limit=1)
+    full = TaskChannel("full", max_pending=1)
+    gate = Gate()
+
+    def body():
+        gate.wait()
+        futures = [full.submit_nowait(this_thread, x) for _ in range(5)]
+        return [future.result(timeout=10) for future in futures]
+
+    call = TaskChannel().run(body)
+    queued = full.submit_nowait(this_thread, x)
+    gate.open()
+    assert len(await call) == 5
+    await queued
+
+
+@pytest.mark.asyncio
+async def test_body_must_not_wait_for_room_in_its_own_channel(x):
+    """That would never end, and is refused at once."""
+    channel = TaskChannel("own", max_pending=1)
+    gate = Gate()
+
+    def body():
+        gate.wait()
+        channel.submit_nowait(this_thread, x)
+
+    call = channel.run(body)
+    await eventually(lambda: channel.statistics().running, "the body runs")
+    queued = channel.submit_nowait(this_thread, x)
+    gate.open()
+    with pytest.raises(DeadlockError, match="own"):
+        await call
+    await queued
+    assert channel.statistics().waiting_for_room == 0
 
 
 @pytest.mark.asyncio

@@ -23,7 +23,8 @@ from aiocolocated import (
 x = jnp.ones(2)
 
 def say(*words):
-    print(*words, flush=True)
+    # In one piece, so that threads do not mix their lines.
+    print(" ".join(map(str, words)) + os.linesep, end="", flush=True)
 
 @colocated_python
 def sleep(x, seconds, word=None):
@@ -120,7 +121,9 @@ def test_exit_waits_for_calls(run_script, calls, where):
     assert finished.stderr == ""
 
 
-@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="CPython 3.12 starts no threads at exit")
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="CPython 3.12 starts no threads at exit"
+)
 def test_exit_lets_bodies_meet(run_script):
     """Bodies that need a thread each at the same time get them, though the program has ended."""
     finished = run_script(

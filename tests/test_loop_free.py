@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -235,8 +236,8 @@ async def test_loop_free_while_channel_traces_and_compiles():
 class Witness:
     """Notes which thread pickles it, and which one destroys it."""
 
-    pickled_on: list[int] = []
-    destroyed_on: list[int] = []
+    pickled_on: ClassVar[list[int]] = []
+    destroyed_on: ClassVar[list[int]] = []
 
     def __reduce__(self) -> tuple[type[Witness], tuple[()]]:
         self.pickled_on.append(threading.get_ident())

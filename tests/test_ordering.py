@@ -487,7 +487,7 @@ class ChannelMachine(RuleBasedStateMachine):
     After every step the machine waits until all that is due has happened, and nothing else.
     """
 
-    PATIENCE = 10.0  # seconds; only a bug takes that long
+    PATIENCE = 20.0  # seconds; only a bug takes that long
     GATE = 1
     LATES = 5  # JAX's CPU client has eight threads here; two such programs would hang it
 

@@ -217,17 +217,16 @@ class LeakCheck:
         ]
 
     def _leaked_arrays(self, describe: bool) -> list[str]:
-        arrays = _live_arrays()
         old: list[Any] = []
         new: list[Any] = []
-        for array in arrays:
+        for array in _live_arrays():
             entry = self._old_arrays.get(id(array))
             (old if entry is not None and entry() is array else new).append(array)
         if new:
             # An array keeps its shard, a view of itself, once JAX or the library has looked at it.
             buffers = {_buffer_of(array) for array in old} - {None}
             new = [array for array in new if _buffer_of(array) not in buffers]
-        return [f"array {_describe(array, arrays)}" if describe else "" for array in new]
+        return [f"array {_describe(array, new)}" if describe else "" for array in new]
 
     def _leaked_descriptors(self, describe: bool) -> list[str]:
         if self._lasting != _lasting():
