@@ -7,6 +7,7 @@ import asyncio
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
@@ -36,6 +37,13 @@ ArrayImpl = _compat.ArrayImpl
 _tree_flatten = jax.tree_util.tree_flatten
 _get_running_loop = asyncio._get_running_loop
 _tracing = _compat.tracing
+# What would arrive unfinished: a forgotten await.
+_MUST_BE_AWAITED = (
+    types.CoroutineType,
+    types.GeneratorType,
+    types.AsyncGeneratorType,
+    asyncio.Future,
+)
 _create = ArrayFuture._create
 
 
@@ -164,6 +172,8 @@ class ColocatedFunction(Generic[P, R]):
             elif _values.is_numpy(leaf):
                 parts.append((leaf.shape, leaf.dtype))
                 convert = True
+            elif isinstance(leaf, _MUST_BE_AWAITED):
+                raise self._refused_argument(args, kwargs, leaf)
             else:
                 parts.append(None)  # a Python value: its specialization is that of any other value
                 static = True
@@ -183,6 +193,17 @@ class ColocatedFunction(Generic[P, R]):
                 self._base.cache.add_user(self)
             self._last = plan
         return plan, futures, convert
+
+    def _refused_argument(self, args: Args, kwargs: Kwargs, wrong: Any) -> ArgumentError:
+        with_path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        path = next(path for path, leaf in with_path if leaf is wrong)
+        if isinstance(wrong, types.CoroutineType):
+            wrong.close()
+        return ArgumentError(
+            f"call of {self._base.name}: {_specs.argument_path(path, self._base.function)} is a "
+            f"{type(wrong).__name__}: await it, or take its items, first; only array futures are "
+            "waited for"
+        )
 
     def _in_specs_key(self) -> Any:
         if self._in_specs is None:
@@ -440,14 +461,14 @@ def colocated_python(fun: Callable[P, R]) -> ColocatedFunction[P, R]:
     if isinstance(fun, type):
         raise ArgumentError(f"colocated_python takes a function, got the class {fun.__qualname__}")
     for what, test in (
-        ("coroutine function", inspect.iscoroutinefunction),
-        ("generator function", inspect.isgeneratorfunction),
-        ("asynchronous generator function", inspect.isasyncgenfunction),
+        ("a coroutine function", inspect.iscoroutinefunction),
+        ("a generator function", inspect.isgeneratorfunction),
+        ("an asynchronous generator function", inspect.isasyncgenfunction),
     ):
         if test(fun) or test(getattr(type(fun), "__call__", None)):  # noqa: B004 - not whether
             name = getattr(fun, "__qualname__", None) or repr(fun)
             raise ArgumentError(
-                f"colocated_python takes a plain function; {name} is a {what}, which "
+                f"colocated_python takes a plain function; {name} is {what}, which "
                 "this version does not run on hosts"
             )
     if not callable(fun):

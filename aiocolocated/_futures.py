@@ -334,8 +334,9 @@ class ArrayFuture(Call, Generic[R_co]):
 
     @property
     def __jax_array__(self) -> NoReturn:
-        # A property: JAX looks for the attribute first, and has words of its own for a method.
-        raise TypeError(
+        # A property: JAX looks for the attribute first, and has words of its own for a method. No
+        # TypeError either, of which JAX makes another one that talks of static arguments.
+        raise ValueError(
             f"an ArrayFuture is no array: await it first, or pass it to a colocated function or "
             f"TaskChannel.run, which wait for it ({self!r})"
         )

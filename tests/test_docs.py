@@ -9,8 +9,8 @@ level. A block after the line `<!-- skip: reason -->` is shown but not run.
 from __future__ import annotations
 
 import ast
-import builtins
 import asyncio
+import builtins
 import dataclasses
 import functools
 import inspect
