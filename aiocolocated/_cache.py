@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
 
+T = TypeVar("T")
 V = TypeVar("V")
 
 _MAXSIZE = 1024
@@ -61,7 +62,8 @@ class SpecializationCache(Generic[V]):
                 self._entries.move_to_end(key)
                 return value
             value = self._entries[key] = make()
-            _misses += 1
+            with _misses_lock:
+                _misses += 1
             if len(self._entries) > _MAXSIZE:
                 self._entries.popitem(last=False)
             return value
@@ -74,7 +76,7 @@ class SpecializationCache(Generic[V]):
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
-            for user in list(self._users):
+            for user in _listed(self._users):
                 user._last = None
 
     def __len__(self) -> int:
@@ -83,15 +85,25 @@ class SpecializationCache(Generic[V]):
 
 _all: weakref.WeakSet[SpecializationCache[Any]] = weakref.WeakSet()
 _misses = 0
+_misses_lock = threading.Lock()
+
+
+def _listed(members: weakref.WeakSet[T]) -> list[T]:
+    """The members, although other threads may add some and the collector take some away."""
+    while True:
+        try:
+            return list(members)
+        except RuntimeError:  # changed size during iteration
+            continue
 
 
 def clear_all() -> None:
-    for cache in list(_all):
+    for cache in _listed(_all):
         cache.clear()
 
 
 def info(shipped: int) -> CacheInfo:
-    caches = list(_all)
+    caches = _listed(_all)
     return CacheInfo(_misses, sum(map(len, caches)), _MAXSIZE, len(caches), shipped)
 
 

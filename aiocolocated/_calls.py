@@ -24,10 +24,28 @@ from aiocolocated._workers import Worker, local, pool
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 
-# The call whose body waits for the code that runs in this context, see `from_thread`.
-waiting_body: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
-    "aiocolocated_waiting_body", default=None
+
+class BodyWait:
+    """A body that waits for a coroutine, see `from_thread`."""
+
+    __slots__ = ("call", "task")
+
+    def __init__(self, call: Call | None) -> None:
+        self.call = call  # until the wait is over: tasks inherit the variable
+        self.task: asyncio.Task[Any] | None = None
+
+
+# Set in the coroutine, and in the tasks that it starts.
+body_wait: contextvars.ContextVar[BodyWait | None] = contextvars.ContextVar(
+    "aiocolocated_body_wait", default=None
 )
+
+
+def waiting_body() -> Call | None:
+    """The call whose body waits for the code that runs here."""
+    wait = body_wait.get()
+    return None if wait is None else wait.call
+
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -186,6 +204,8 @@ class Call:
         self._kwargs = kwargs
         self._channel = channel
         self._owner = owner
+        if loop is None and (body := local.call) is not None:
+            loop = body._loop  # a body's own calls belong to the loop that its caller belongs to
         self._loop = loop
         self._code = code
         self._lasti = lasti

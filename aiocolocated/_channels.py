@@ -382,7 +382,7 @@ class TaskChannel:
     def _refuse_own_body(self, what: str) -> None:
         call: Call | None = local.call
         if call is None:
-            call = waiting_body.get()
+            call = waiting_body()
         if call is not None and call is self._order.running:
             raise DeadlockError(
                 f"{what} of channel {self.name!r} was called inside the body of {call._plan.name}, "

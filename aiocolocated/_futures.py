@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 from aiocolocated import _service
-from aiocolocated._calls import Call, set_traceback, waiting_body
+from aiocolocated._calls import Call, body_wait, set_traceback
 from aiocolocated._exceptions import BodyError, CallCancelledError, DeadlockError
 from aiocolocated._loops import LoopCallback, Wakes, bridge_for
 from aiocolocated._settings import LOCK
@@ -120,18 +120,25 @@ class ArrayFuture(Call, Generic[R_co]):
 
     def _suspend(self, phase: int) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
-        body = waiting_body.get()
-        if body is not None:
+        waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+        wait = body_wait.get()
+        body = None if wait is None else wait.call
+        if wait is not None and body is not None:
             with LOCK:
                 self._refuse_cycle(body)
-        waiter = LoopWaiter(bridge_for(loop), loop.create_future())
-        if not self._add_waiter(waiter, phase):
-            return
+                if wait.task is asyncio.current_task():
+                    body._waiting_on = self
         try:
-            yield from waiter.future
-        except BaseException:
-            self._drop_waiter(waiter, phase, cancelled=True)
-            raise
+            if not self._add_waiter(waiter, phase):
+                return
+            try:
+                yield from waiter.future
+            except BaseException:
+                self._drop_waiter(waiter, phase, cancelled=True)
+                raise
+        finally:
+            if body is not None and body._waiting_on is self:
+                body._waiting_on = None
 
     def _outcome(self) -> R_co:
         if self._state == READY:
@@ -250,10 +257,11 @@ class ArrayFuture(Call, Generic[R_co]):
                     f"cannot start before that body has returned: it is behind it in channel "
                     f"{waiting_call._channel.name!r}. Call it directly, or from another channel."
                 )
-            if id(call) in seen or call._state >= DISPATCHED:
+            running = call._channel._order.running is call  # perhaps abandoned
+            if id(call) in seen or (call._state >= DISPATCHED and not running):
                 continue
             seen.add(id(call))
-            if call._state == RUNNING:
+            if running:
                 if call._waiting_on is not None:
                     stack.append(call._waiting_on)
                 continue

@@ -153,9 +153,12 @@ def bridge_for(loop: asyncio.AbstractEventLoop) -> LoopBridge:
     """The bridge of a running loop; call it on the loop's thread."""
     bridge = _bridges.get(loop)
     if bridge is None:
-        for other, old in list(_bridges.items()):  # loops closed without `shutdown_asyncgens`
-            if other.is_closed():
-                old.close()
+        # Loops closed without `shutdown_asyncgens`. Other threads' loops may come and go meanwhile;
+        # then the next new loop looks again.
+        with contextlib.suppress(RuntimeError):
+            for other, old in list(_bridges.items()):
+                if other.is_closed():
+                    old.close()
         bridge = _bridges[loop] = LoopBridge(loop)
     return bridge
 

@@ -100,7 +100,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
             )
         if isinstance(obj, types.CodeType):
             # cloudpickle drops the file's name, and with it the source lines of tracebacks.
-            return marshal.loads, (marshal.dumps(obj),)
+            with contextlib.suppress(ValueError):  # made by a tool, with constants of other kinds
+                return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, types.FunctionType) and (depth := _decorators_of(obj)):
             return _find_decorated, (obj.__module__, obj.__qualname__, depth)
         return super().reducer_override(obj)

@@ -12,6 +12,7 @@ import jax
 from jax.core import Tracer
 
 from aiocolocated import _readiness, _values
+from aiocolocated._calls import waiting_body
 from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import LoopBridge, Wakes, bridge_for
@@ -197,6 +198,16 @@ async def gather(*awaitables: Awaitable[Any], return_exceptions: bool = False) -
         del items, others, other, tasks, awaitables
 
 
+def _refuse_cycles(futures: Iterable[Any]) -> None:
+    """On behalf of a body: refuse to wait for what it stands in the way of."""
+    body = waiting_body()
+    if body is not None:
+        with LOCK:
+            for future in futures:
+                if type(future) is ArrayFuture:
+                    future._refuse_cycle(body)
+
+
 async def _wait_all(
     loop: asyncio.AbstractEventLoop,
     items: list[Any],
@@ -208,6 +219,7 @@ async def _wait_all(
     pending = [i for i in items if type(i) is ArrayFuture and i._state < READY]
     if not pending and not others:
         return
+    _refuse_cycles(pending)
     countdown = _Countdown(bridge_for(loop), loop.create_future(), patient)
     entries: list[tuple[ArrayFuture[Any], _Counted]] = []
 
@@ -358,8 +370,10 @@ async def as_completed(
     entries: dict[int, tuple[ArrayFuture[R], _Collected]] = {}
     deadline = None if timeout is None else loop.time() + timeout
     cancelled = False
+    unique = dict.fromkeys(futures)
+    _refuse_cycles(unique)
     try:
-        for call in dict.fromkeys(futures):
+        for call in unique:
             if type(call) is not ArrayFuture:
                 raise TypeError(f"as_completed takes array futures, got {call!r}")
             entry = _Collected(collector, call)

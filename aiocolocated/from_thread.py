@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from aiocolocated import _service, _settings
-from aiocolocated._calls import waiting_body
-from aiocolocated._exceptions import DeadlockError
+from aiocolocated._calls import BodyWait, body_wait
+from aiocolocated._exceptions import DeadlockError, ShutdownError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._settings import LOCK
 from aiocolocated._waiters import waiting
-from aiocolocated._workers import local
+from aiocolocated._workers import local, pool
 
 __all__ = ("run", "run_sync", "wait")
 
@@ -105,11 +106,15 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
     if _settings.forked:
         raise _settings.refuse_fork()
     loop = _loop()
-    body = local.call
+    wait = BodyWait(local.call)
 
     async def on_behalf() -> R:
-        waiting_body.set(body)  # so that waiting for what this body stands in the way of is refused
-        return await call()
+        wait.task = asyncio.current_task()
+        body_wait.set(wait)  # so that waiting for what this body stands in the way of is refused
+        try:
+            return await call()
+        finally:
+            wait.call = None
 
     future: concurrent.futures.Future[R] = asyncio.run_coroutine_threadsafe(on_behalf(), loop)
     try:
@@ -118,6 +123,8 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
     except BaseException:
         future.cancel()
         raise
+    finally:
+        wait.call = None
 
 
 def _loop() -> asyncio.AbstractEventLoop:
@@ -131,31 +138,38 @@ def _loop() -> asyncio.AbstractEventLoop:
 # --- the library's own loop -------------------------------------------------------------------------------
 
 _own: asyncio.AbstractEventLoop | None = None
+_own_ready = threading.Event()
 
 
 def _own_loop() -> asyncio.AbstractEventLoop:
     """The library's loop, started on first use and ended at exit."""
-    global _own
-    ready = threading.Event()
+    global _own, _own_ready
     with LOCK:
-        if _own is not None and _own.is_running():
-            return _own
-        loop = _own = asyncio.new_event_loop()
-
-    async def stay() -> None:
-        ready.set()
-        await _stopped(loop)
-
-    def serve() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(stay())
-
-    _service.start_thread(serve, "aiocolocated-loop")
+        if pool.ended:
+            raise ShutdownError("the interpreter is exiting: the library's event loop has ended")
+        if _own is None or _own.is_closed():
+            _own, _own_ready = asyncio.new_event_loop(), threading.Event()
+            serve = functools.partial(_serve, _own, _own_ready)
+            refused = functools.partial(_not_started, _own, _own_ready)
+            _service.start_thread(serve, "aiocolocated-loop", refused)
+        loop, ready = _own, _own_ready
     ready.wait()
+    if loop.is_closed():
+        raise RuntimeError("the thread of the library's event loop could not be started")
     return loop
 
 
-async def _stopped(loop: asyncio.AbstractEventLoop) -> None:
-    stop = asyncio.Event()
-    _service.at_stop(lambda: loop.call_soon_threadsafe(stop.set))
-    await stop.wait()
+def _serve(loop: asyncio.AbstractEventLoop, ready: threading.Event) -> None:
+    async def stay() -> None:
+        stop = asyncio.Event()
+        _service.at_stop(lambda: loop.call_soon_threadsafe(stop.set))
+        ready.set()
+        await stop.wait()
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(stay())
+
+
+def _not_started(loop: asyncio.AbstractEventLoop, ready: threading.Event) -> None:
+    loop.close()
+    ready.set()

@@ -410,6 +410,16 @@ def test_execution_stream_is_the_channels_own(channel):
     assert other not in (12345, channel._stream)
 
 
+def test_thread_guard_is_not_carried(channel):
+    """The guard is about the thread that set it: bodies run on others all the same."""
+    x = numbers()
+    with jax.thread_guard(True):
+        future = channel.submit_nowait(colocated_python(lambda x: x + 1), x)
+        seen = channel.run(lambda: jax.thread_guard.value)
+    np.testing.assert_array_equal(np.asarray(future.result(TIMEOUT)), [1, 2, 3])
+    assert seen.result(TIMEOUT) is False
+
+
 def test_configuration_of_the_process_is_no_context(channel):
     """jax.config.update is for all threads: bodies see it as it is when they run."""
     before = jax.config.jax_numpy_rank_promotion

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import weakref
 
@@ -585,3 +586,33 @@ def test_wait_of_a_closed_loop_does_no_harm():
             return await task
 
     assert asyncio.run(wait()) is kept[0]
+
+
+def test_loops_of_many_threads_come_and_go():
+    """A loop that starts or ends in one thread does not disturb one that starts in another."""
+    x = jnp.ones(1)
+    function = colocated_python(lambda x: x)
+    errors = []
+
+    async def main():
+        async with asyncio.timeout(TIMEOUT):
+            assert await function(x) is x
+
+    def runs():
+        try:
+            for _ in range(100):
+                asyncio.run(main())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=runs) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import fractions
 import functools
 import gc
 import io
@@ -263,6 +264,48 @@ def test_closures_reach_module_functions_by_reference():
 
 
 SYS = sys
+
+
+def test_functions_of_a_script_are_copied_with_their_globals(run_script):
+    """__main__ is no importable module: its functions and the globals they use are copied once."""
+    finished = run_script("""
+        import jax.numpy as jnp
+        from aiocolocated import colocated_python
+
+        count = 0
+        table = {"n": 1}
+
+        def helper():
+            global count
+            count += 1
+            table["n"] += 1
+            return count, table["n"]
+
+        @colocated_python
+        def body(x):
+            return helper()
+
+        x = jnp.ones(1)
+        print([body(x).result(20) for _ in range(3)], count, table)
+    """).check()
+    assert finished.stdout == "[(1, 2), (2, 3), (3, 4)] 0 {'n': 1}\n"
+
+
+def test_code_with_unusual_constants_is_shipped():
+    """Tools make code objects with constants that no compiler makes."""
+
+    def body(x):
+        return "replaced"
+
+    half = fractions.Fraction(1, 2)
+    constants = tuple(half if c == "replaced" else c for c in body.__code__.co_consts)
+    captured = "a closure, so that the code is copied"
+    body.__code__ = body.__code__.replace(co_consts=constants)
+
+    def outer(x):
+        return body(x), captured
+
+    assert run(colocated_python(outer), numbers()) == (half, captured)
 
 
 def test_function_object_is_not_changed():

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import re
+import sys
 import threading
 import tracemalloc
 
@@ -216,6 +217,32 @@ async def test_equivalent_sharding_is_no_difference(devices):
     assert await value(function(x)) is x
     moved = jax.device_put(x, named)
     assert await value(function(moved)) is moved
+
+
+@pytest.mark.parametrize(
+    "which", ["key", "sharded keys", "zero size", "bfloat16", "strings", "sharded"]
+)
+def test_every_kind_of_array_can_be_specified(which, devices):
+    """Shapes, dtypes and shardings of all that JAX has are compared, for arguments and results."""
+    mesh = NamedSharding(Mesh(np.array(devices), ("a",)), P("a"))
+    keys = jax.random.split(jax.random.key(0), 8)
+    array = {
+        "key": lambda: keys[0],
+        "sharded keys": lambda: jax.device_put(keys, mesh),
+        "zero size": lambda: jnp.ones((0, 2)),
+        "bfloat16": lambda: jnp.ones(2, jnp.bfloat16),
+        "strings": lambda: jax.device_put(np.array(["a"], np.dtypes.StringDType()), devices[0]),
+        "sharded": lambda: jax.device_put(jnp.arange(8.0), mesh),
+    }[which]()
+    function = colocated_python(same).specialize(
+        in_specs=((spec_of(array),), {}), out_specs_fn=lambda x: x
+    )
+    assert function(array).result(TIMEOUT) is array
+    with pytest.raises(SpecError, match="another shape"):
+        function(keys[:3])
+    other = returning(lambda x, box: spec_of(array))
+    with pytest.raises(SpecError, match="result has another"):
+        other(array, Box(jnp.ones(3))).result(TIMEOUT)
 
 
 @pytest.mark.asyncio
@@ -882,6 +909,37 @@ async def test_cache_of_a_dead_function_is_gone(devices):
             gc.collect()
             await asyncio.sleep(0.001)
     assert now.currsize == before.currsize
+
+
+def test_caches_can_be_looked_at_while_functions_come_and_go(devices):
+    """Threads that make, call and drop functions do not disturb who counts or clears the caches."""
+    x = on(devices[0])
+    stop = threading.Event()
+    errors = []
+
+    def make():
+        try:
+            while not stop.is_set():
+                kept = [colocated_python(same) for _ in range(20)]
+                kept[0](x).result(TIMEOUT)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(300):
+            cache_info()
+            clear_caches()
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join(TIMEOUT)
+    assert errors == []
 
 
 class Odd:

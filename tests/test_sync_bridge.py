@@ -23,12 +23,14 @@ from aiocolocated import (
     DeadlockError,
     TaskChannel,
     TaskGroup,
+    as_completed,
     colocated_python,
     configure,
     from_thread,
     gather,
     open_task_channel,
     runtime,
+    wait_until_ready,
 )
 from aiocolocated.testing import Gate, Recorder
 
@@ -225,7 +227,7 @@ async def test_waiting_on_the_loop_is_refused(x, wait, where):
         loop.call_soon(call)
         return await outcome
 
-    with pytest.raises(DeadlockError, match="hold is not finished.*Use 'await fut' instead"):
+    with pytest.raises(DeadlockError, match=r"hold is not finished.*Use 'await fut' instead"):
         await attempt()
     gate.open()
     assert await fut is x
@@ -274,6 +276,10 @@ async def gather_call(fut: ArrayFuture[Any]) -> Any:
     return await asyncio.gather(fut)
 
 
+async def first_of(fut: ArrayFuture[Any]) -> Any:
+    return [done async for done in as_completed([fut])]
+
+
 BODY_WAITS: dict[str, Callable[[ArrayFuture[Any]], Any]] = {
     "result": lambda fut: fut.result(TIMEOUT),
     "exception": lambda fut: fut.exception(TIMEOUT),
@@ -282,6 +288,9 @@ BODY_WAITS: dict[str, Callable[[ArrayFuture[Any]], Any]] = {
     "from_thread.wait": lambda fut: from_thread.wait(fut, TIMEOUT),
     "from_thread.run": lambda fut: from_thread.run(await_call, fut),
     "from_thread.run, in a child task": lambda fut: from_thread.run(gather_call, fut),
+    "from_thread.run, gather": lambda fut: from_thread.run(gather, fut),
+    "from_thread.run, as_completed": lambda fut: from_thread.run(first_of, fut),
+    "from_thread.run, wait_until_ready": lambda fut: from_thread.run(wait_until_ready, [fut]),
 }
 
 
@@ -315,10 +324,6 @@ async def test_body_waiting_for_itself_is_refused(x, wait):
     known.open()
     with pytest.raises(DeadlockError):
         await asyncio.wait_for(asyncio.shield(calls["self"]), TIMEOUT)
-
-
-def wait_as(wait: str, fut: ArrayFuture[Any]) -> Any:
-    return BODY_WAITS[wait](fut)
 
 
 @pytest.mark.parametrize("wait", ["result", "from_thread.run"])
@@ -558,7 +563,10 @@ async def test_from_thread_in_a_body_uses_the_submitting_loop(x):
     def body(x: jax.Array) -> list[Any]:
         return [
             from_thread.run(where),
-            (from_thread.run_sync(asyncio.get_running_loop), from_thread.run_sync(threading.get_ident)),
+            (
+                from_thread.run_sync(asyncio.get_running_loop),
+                from_thread.run_sync(threading.get_ident),
+            ),
             from_thread.wait(where()),
         ]
 
