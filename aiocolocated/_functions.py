@@ -86,7 +86,7 @@ class ColocatedFunction(Generic[P, R]):
         self._last: Specialization | None = None
         functools.update_wrapper(self, base.function)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
         """Submit a call to the current channel.
 
         Arguments may be any pytree of :class:`jax.Array` (typed PRNG keys included), NumPy arrays
@@ -95,6 +95,7 @@ class ColocatedFunction(Generic[P, R]):
         mutated until the call is dispatched.
 
         Raises:
+            TypeError: the function does not take such arguments, as for any function.
             SpecError: the arguments differ from ``in_specs``, or are on several device lists.
             TracedCallError: called under jit, vmap, grad or another transformation.
             WouldBlock: the current channel is bounded and full (on a loop's thread).
@@ -222,6 +223,7 @@ class ColocatedFunction(Generic[P, R]):
     ) -> Specialization:
         """Check the arguments of a first call and prepare for more like it."""
         base = self._base
+        base.check_signature(args, kwargs)
         what = f"call of {base.name}"
 
         def name_path(path: KeyPath) -> str:

@@ -50,7 +50,8 @@ class LoopBridge:
         if hasattr(os, "eventfd"):
             fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             try:
-                loop.add_reader(fd, self._on_wake)
+                # In a context of its own: the reader would keep that of the first task to wait.
+                contextvars.Context().run(loop.add_reader, fd, self._on_wake)
             except NotImplementedError:  # a loop without readers
                 os.close(fd)
             else:

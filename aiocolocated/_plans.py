@@ -30,6 +30,10 @@ def futures_among(args: Args, kwargs: Kwargs) -> list[Call]:
     return [x for x in _tree_flatten((args, kwargs))[0] if type(x) is ArrayFuture]
 
 
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
 def collect(
     name: str, value: Any, place: Callable[[Any, Any], Any] | None = None
 ) -> tuple[Any, list[Any]]:
@@ -44,14 +48,21 @@ def collect(
         elif _values.is_numpy(leaf):
             numpy_seen = True
         elif isinstance(
-            leaf, (ArrayFuture, types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
+            leaf,
+            (
+                ArrayFuture,
+                asyncio.Future,
+                types.CoroutineType,
+                types.GeneratorType,
+                types.AsyncGeneratorType,
+            ),
         ):
             for other in leaves:
                 if isinstance(other, types.CoroutineType):
                     other.close()
             raise ArgumentError(
-                f"{name} returned a {type(leaf).__name__}: a body returns arrays and plain "
-                "values; call result() on a nested future, or pass the future itself on"
+                f"{name} returned {_a(type(leaf).__name__)}: a body returns arrays and plain values. "
+                "Call result() on a nested future"
             )
     if numpy_seen and place is not None:
         with_path, tree = jax.tree_util.tree_flatten_with_path(value)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,17 @@ class FunctionCode:
         self.body: Callable[..., Any] | None = None
         self._shipped: Shipped | None = None  # keeps it on the host
         self.cache: _cache.SpecializationCache[Specialization] = _cache.SpecializationCache()
+
+    def check_signature(self, args: Args, kwargs: Kwargs) -> None:
+        """Refuse arguments that the function does not take, at the call and not in its body."""
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):  # a callable that does not say
+            return
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}(): {error}") from None
 
     def load(self) -> Callable[..., Any]:
         self._shipped = self.host.load(self.function)

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiocolocated import _service, _settings
 from aiocolocated._calls import BodyWait, body_wait
-from aiocolocated._exceptions import DeadlockError, ShutdownError
+from aiocolocated._exceptions import CallCancelledError, DeadlockError, ShutdownError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._settings import LOCK
 from aiocolocated._waiters import waiting
@@ -108,18 +108,30 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
     loop = _loop()
     wait = BodyWait(local.call)
 
+    exits: list[BaseException] = []
+
     async def on_behalf() -> R:
         wait.task = asyncio.current_task()
         body_wait.set(wait)  # so that waiting for what this body stands in the way of is refused
         try:
             return await call()
+        except (KeyboardInterrupt, SystemExit) as error:  # for the caller: they would end the loop
+            exits.append(error)
+            raise asyncio.CancelledError from None
         finally:
-            wait.call = None
+            wait.call = wait.task = None  # contexts are copied, and the task keeps the result
 
     future: concurrent.futures.Future[R] = asyncio.run_coroutine_threadsafe(on_behalf(), loop)
     try:
         with waiting():
             return future.result(timeout)
+    except concurrent.futures.CancelledError:
+        if exits:
+            raise exits.pop() from None
+        raise CallCancelledError(
+            "the coroutine that this thread waited for was cancelled"
+            + ("; its loop has ended" if not loop.is_running() else "")
+        ) from None
     except BaseException:
         future.cancel()
         raise
@@ -162,7 +174,7 @@ def _own_loop() -> asyncio.AbstractEventLoop:
 def _serve(loop: asyncio.AbstractEventLoop, ready: threading.Event) -> None:
     async def stay() -> None:
         stop = asyncio.Event()
-        _service.at_stop(lambda: loop.call_soon_threadsafe(stop.set))
+        _service.at_stop(lambda: loop.is_closed() or loop.call_soon_threadsafe(stop.set))
         ready.set()
         await stop.wait()
 

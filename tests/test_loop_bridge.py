@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import logging
 import os
@@ -129,6 +130,33 @@ def test_closed_loops_are_not_kept(new_loop, x):
         run(new_loop, main)
     gc.collect()
     assert [loop() for loop in loops] == [None] * 3
+
+
+def test_context_of_first_waiter_is_not_kept(new_loop, x):
+    """What wakes a loop is made when a task first waits, and must not keep that task's context."""
+    variable: contextvars.ContextVar[Gate] = contextvars.ContextVar("variable")
+
+    async def wait() -> weakref.ref[Gate]:
+        value = Gate()
+        variable.set(value)
+        await hold(x, Gate(), opened)
+        return weakref.ref(value)
+
+    async def main() -> None:
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0.01)  # now it waits
+        opened.open()
+        value = await task
+        del task
+        for _ in range(200):
+            gc.collect()
+            if value() is None:
+                return
+            await asyncio.sleep(0.01)
+        pytest.fail(f"{value()} is still there")
+
+    opened = Gate()
+    run(new_loop, main)
 
 
 def test_unretrieved_error_of_a_closed_loop_is_logged(new_loop, x, caplog):

@@ -408,49 +408,26 @@ def test_colocated_function_cannot_be_pickled(dumps):
         dumps(double)
 
 
-def test_wrong_number_of_arguments_is_the_bodys_error():
-    """The function's own TypeError, with its name."""
-    with pytest.raises(TypeError, match=r"double\(\) takes 1 positional argument but 2 were given"):
-        double(numbers(), numbers()).result(TIMEOUT)
-    with pytest.raises(TypeError, match=r"double\(\) got an unexpected keyword argument 'y'"):
-        double(y=numbers()).result(TIMEOUT)
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((), {}, r"double\(\): missing a required argument: 'x'"),
+        ((1, 2), {}, r"double\(\): too many positional arguments"),
+        ((), {"x": 1, "y": 2}, r"double\(\): got an unexpected keyword argument 'y'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_at_the_call(args, kwargs, words):
+    """Before submission, in the words of any Python function."""
+    with pytest.raises(TypeError, match=words):
+        double(*args, **kwargs)
 
 
-# --- helpers of the API -----------------------------------------------------------------------------
+@colocated_python
+def keywords(x, **others):
+    """Takes keywords of any name."""
+    return sorted(others)
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-@pytest.mark.asyncio
-async def test_map_with_a_limit_that_makes_no_sense(limit):
-    """A limit is at least 1."""
-    with pytest.raises(ValueError, match="limit must be at least 1"):
-        await double.map([numbers()], limit=limit)
-
-
-@pytest.mark.asyncio
-async def test_as_completed_takes_futures_only():
-    """The words show what it got."""
-    with pytest.raises(TypeError, match="as_completed takes array futures, got 3"):
-        async for _ in as_completed([3]):
-            pass
-
-
-@pytest.mark.asyncio
-async def test_gather_of_what_cannot_be_awaited_is_refused():
-    """asyncio's own words."""
-    with pytest.raises(TypeError, match="awaitable"):
-        await gather(3)
-
-
-def test_create_task_takes_coroutines_and_futures_only():
-    """The words show what it got, and the group is not harmed."""
-
-    async def main():
-        async with TaskGroup() as group:
-            with pytest.raises(
-                ArgumentError, match="create_task takes a coroutine or an array future"
-            ):
-                group.create_task(double)
-            group.create_task(double(numbers()))
-
-    asyncio.run(asyncio.wait_for(main(), TIMEOUT))
+def test_keyword_may_be_named_self():
+    """The call's own names are positional-only."""
+    assert keywords(numbers(), self=1, fn=2).result(TIMEOUT) == ["fn", "self"]
