@@ -431,3 +431,43 @@ def keywords(x, **others):
 def test_keyword_may_be_named_self():
     """The call's own names are positional-only."""
     assert keywords(numbers(), self=1, fn=2).result(TIMEOUT) == ["fn", "self"]
+
+
+# --- helpers of the API -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+@pytest.mark.asyncio
+async def test_map_with_a_limit_that_makes_no_sense(limit):
+    """A limit is at least 1."""
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        await double.map([numbers()], limit=limit)
+
+
+@pytest.mark.asyncio
+async def test_as_completed_takes_futures_only():
+    """The words show what it got."""
+    with pytest.raises(TypeError, match="as_completed takes array futures, got 3"):
+        async for _ in as_completed([3]):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_gather_of_what_cannot_be_awaited_is_refused():
+    """asyncio's own words."""
+    with pytest.raises(TypeError, match="awaitable"):
+        await gather(3)
+
+
+def test_create_task_takes_coroutines_and_futures_only():
+    """The words show what it got, and the group is not harmed."""
+
+    async def main():
+        async with TaskGroup() as group:
+            with pytest.raises(
+                ArgumentError, match="create_task takes a coroutine or an array future"
+            ):
+                group.create_task(double)
+            group.create_task(double(numbers()))
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT))

@@ -742,3 +742,28 @@ def test_interrupt_cancels_coroutine(start_script):
     running.wait_for("waiting")
     running.process.send_signal(signal.SIGINT)
     assert running.finish().check().stdout == "waiting\nTrue\n"
+
+
+def test_exit_exceptions_of_a_coroutine_leave_the_own_loop_alone():
+    """They arrive where the coroutine was waited for; the library's loop goes on."""
+
+    async def leave(error):
+        raise error
+
+    async def answer():
+        return 5
+
+    for error in (SystemExit(3), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            from_thread.run(leave, error)
+        assert from_thread.run(answer) == 5
+
+
+def test_cancelled_coroutine_is_named():
+    """Not an empty CancelledError of concurrent.futures."""
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    with pytest.raises(CallCancelledError, match="was cancelled"):
+        from_thread.run(cancelled)
