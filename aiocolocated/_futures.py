@@ -327,8 +327,9 @@ class ArrayFuture(Call, Generic[R_co]):
             msg: added to the error's message, as for :meth:`asyncio.Future.cancel`.
         """
         wakes = Wakes()
+        why = "" if msg is None else f": {msg}"  # user code, so not under the lock
         with LOCK:
-            cancelled = self._cancel(wakes, "" if msg is None else f": {msg}")
+            cancelled = self._cancel(wakes, why)
         wakes.pay()
         return cancelled
 

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import tracemalloc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from aiocolocated import (
     SpecError,
     TaskChannel,
     TaskGroup,
+    _cache,
     cache_info,
     clear_caches,
     colocated_cpu_devices,
@@ -940,6 +942,23 @@ def test_caches_can_be_looked_at_while_functions_come_and_go(devices):
         for thread in threads:
             thread.join(TIMEOUT)
     assert errors == []
+
+
+def test_caches_that_change_while_they_are_listed_are_listed_again():
+    """A set that another thread, or the collector, changes meanwhile cannot be listed at once."""
+    attempts = []
+
+    class Changing(weakref.WeakSet):
+        def __iter__(self):
+            attempts.append(1)
+            if len(attempts) < 3:
+                raise RuntimeError("Set changed size during iteration")
+            return super().__iter__()
+
+    member = Box(None)
+    members = Changing([member])
+    assert _cache._listed(members) == [member]
+    assert len(attempts) == 3
 
 
 class Odd:
