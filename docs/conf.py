@@ -49,6 +49,7 @@ copybutton_prompt_is_regexp = True
 # Every reference to a name of the package has to resolve (-n). What lies outside resolves only with
 # the inventories of other projects, which are on the network.
 nitpick_ignore_regex = [
+    ("py:class", r"aiocolocated\._settings\.SettingsChanges"),  # Settings says what its keys are
     # Type variables, whose names have modules in front since Sphinx 9.
     ("py:.*", r"(aiocolocated\.(\w+\.)?)?([A-Z](_co|_contra)?|_?P(\.args|\.kwargs)?)"),
 ]
