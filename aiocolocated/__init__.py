@@ -13,6 +13,7 @@ from aiocolocated._channels import (
     TaskChannelStatistics as TaskChannelStatistics,
 )
 from aiocolocated._contexts import jax_scope as jax_scope
+from aiocolocated._devices import colocated_cpu_devices as colocated_cpu_devices
 from aiocolocated._exceptions import (
     AiocolocatedError as AiocolocatedError,
     ArgumentError as ArgumentError,
@@ -35,7 +36,6 @@ from aiocolocated._functions import (
     ColocatedFunction as ColocatedFunction,
     cache_info as cache_info,
     clear_caches as clear_caches,
-    colocated_cpu_devices as colocated_cpu_devices,
     colocated_python as colocated_python,
 )
 from aiocolocated._futures import ArrayFuture as ArrayFuture, as_argument as as_argument

@@ -9,126 +9,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
 from types import CodeType, TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from aiocolocated import _compat, _contexts, _readiness, _service, _settings
 from aiocolocated._exceptions import BodyError, CallCancelledError
 from aiocolocated._loops import Wakes
-from aiocolocated._ordering import ChannelOrder, Ticket
 from aiocolocated._owners import FailureReport, Owner
+from aiocolocated._protocols import Args, CallChannel, Kwargs, Plan
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
 from aiocolocated._waiters import Waiter
-from aiocolocated._workers import Worker, local, pool
-
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
-
-
-class BodyWait:
-    """A body that waits for a coroutine, see `from_thread`."""
-
-    __slots__ = ("call", "task")
-
-    def __init__(self, call: Call | None) -> None:
-        self.call = call  # until the wait is over: tasks inherit the variable
-        self.task: asyncio.Task[Any] | None = None
-
-
-# Set in the coroutine, and in the tasks that it starts.
-body_wait: contextvars.ContextVar[BodyWait | None] = contextvars.ContextVar(
-    "aiocolocated_body_wait", default=None
-)
-
-
-def waiting_body() -> Call | None:
-    """The call whose body waits for the code that runs here."""
-    wait = body_wait.get()
-    return None if wait is None else wait.call
-
+from aiocolocated._workers import local, pool
 
 _PACKAGE = __name__.partition(".")[0]
-
-
-class CallChannel(Protocol):
-    """What a call needs of its channel. All but ``name`` is called under the lock."""
-
-    _order: ChannelOrder[Any]
-    _stream: int
-    _worker: Worker | None
-    _nested: bool
-    _dedicated: bool
-    _submitted: int
-    _runnable_since: float
-
-    @property
-    def name(self) -> str:
-        """For errors and listings."""
-        ...
-
-    def _admit(self, wakes: Wakes) -> None:
-        """Give places that became free to calls that wait for room."""
-
-    def _resume(self) -> None:
-        """The first call may be able to start now."""
-
-    def _call_left_queue(self, wakes: Wakes) -> None:
-        """A queued call was settled."""
-
-    def _call_failed(self, error: BaseException, wakes: Wakes, *, cancelled: bool) -> None:
-        """A call failed or was cancelled."""
-
-    def _became_idle(self, wakes: Wakes) -> None:
-        """Nothing is queued, running or computing."""
-
-    def _leave_gate(self) -> None:
-        """A multi-device program is computed."""
-
-    def _refuse_own_body(self, what: str) -> None:
-        """Refuse a wait inside a body of this channel."""
-
-    def _give_up(self, ticket: Ticket[Any]) -> None:
-        """A submitter that waits for room was cancelled."""
-
-
-class Plan(Protocol):
-    """What a call runs, and how its results are checked."""
-
-    @property
-    def name(self) -> str:
-        """Of the function, for errors and listings."""
-        ...
-
-    @property
-    def host(self) -> str:
-        """Of the host that runs the body."""
-        ...
-
-    @property
-    def devices(self) -> Any:
-        """Where the call runs, a tuple of devices; ``None`` if that is not known."""
-        ...
-
-    @property
-    def dispatches(self) -> bool:
-        """Whether the body is a JAX program, so that its arrays say which devices it runs on."""
-        ...
-
-    def body(self) -> Callable[..., Any]:
-        """The function to call, shipped if that is needed (worker thread)."""
-        ...
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Call]:
-        """The futures among the arguments."""
-        ...
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        """Arguments as the body sees them; ``values`` by ``id`` of their future (worker thread)."""
-        ...
-
-    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        """The result as the caller sees it, and the arrays to wait for (worker thread)."""
-        ...
 
 
 class Call:

@@ -14,7 +14,7 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final, overload
 
 from aiocolocated import _settings
-from aiocolocated._calls import Call, waiting_body
+from aiocolocated._calls import Call
 from aiocolocated._exceptions import ChannelClosedError, DeadlockError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes, bridge_for
@@ -23,7 +23,7 @@ from aiocolocated._plans import RunPlan
 from aiocolocated._settings import LOCK
 from aiocolocated._submission import enqueue, gate, stopped_error, submit, take
 from aiocolocated._types import RUNNING, OnError
-from aiocolocated._waiters import LoopWaiter, Waiter
+from aiocolocated._waiters import LoopWaiter, Waiter, waiting_body
 from aiocolocated._workers import Worker, local, pool
 
 if TYPE_CHECKING:
@@ -380,10 +380,10 @@ class TaskChannel:
             del position.active[last]
 
     def _refuse_own_body(self, what: str) -> None:
-        call: Call | None = local.call
+        call: Any = local.call
         if call is None:
             call = waiting_body()
-        if call is not None and call is self._order.running:
+        if call is not None and self._order.running is call:
             raise DeadlockError(
                 f"{what} of channel {self.name!r} was called inside the body of {call._plan.name}, "
                 "which runs in that channel: it would wait for itself"

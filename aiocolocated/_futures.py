@@ -11,12 +11,12 @@ from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 from aiocolocated import _service
-from aiocolocated._calls import Call, body_wait, set_traceback
+from aiocolocated._calls import Call, set_traceback
 from aiocolocated._exceptions import BodyError, CallCancelledError, DeadlockError
 from aiocolocated._loops import LoopCallback, Wakes, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING, CallState
-from aiocolocated._waiters import Callback, LoopWaiter, ThreadWaiter, waiting
+from aiocolocated._waiters import Callback, LoopWaiter, ThreadWaiter, body_wait, waiting
 from aiocolocated._workers import local, pool
 
 R = TypeVar("R")

@@ -18,7 +18,8 @@ from aiocolocated._futures import ArrayFuture
 from aiocolocated._owners import Owner, current_owner
 
 if TYPE_CHECKING:
-    from aiocolocated._calls import Args, Call, CallChannel, Kwargs
+    from aiocolocated._calls import Call
+    from aiocolocated._protocols import Args, CallChannel, Kwargs
 
 ArrayImpl = _compat.ArrayImpl
 _tree_flatten = jax.tree_util.tree_flatten

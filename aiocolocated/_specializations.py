@@ -16,7 +16,8 @@ from aiocolocated._futures import ArrayFuture
 from aiocolocated._plans import collect, futures_among
 
 if TYPE_CHECKING:
-    from aiocolocated._calls import Args, Call, Kwargs
+    from aiocolocated._calls import Call
+    from aiocolocated._protocols import Args, Kwargs
     from aiocolocated._specs import Devices, KeyPath
     from aiocolocated.hosts.base import Host, Shipped
 

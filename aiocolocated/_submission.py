@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from aiocolocated import _settings
-from aiocolocated._calls import Call, CallChannel, computing
+from aiocolocated._calls import Call, computing
 from aiocolocated._exceptions import (
     ChannelClosedError,
     ChannelStoppedError,
@@ -19,6 +19,7 @@ from aiocolocated._exceptions import (
 from aiocolocated._loops import Wakes, bridge_for
 from aiocolocated._ordering import Gate, Ticket
 from aiocolocated._owners import Owner
+from aiocolocated._protocols import CallChannel
 from aiocolocated._settings import LOCK
 from aiocolocated._types import READY
 from aiocolocated._waiters import LoopWaiter, ThreadWaiter, Waiter, waiting

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiocolocated import _service
 from aiocolocated._exceptions import WorkerLimitError
@@ -98,3 +99,28 @@ class waiting:
         if self._worker is not None:
             with LOCK:
                 pool.end_wait(self._worker)
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+class BodyWait:
+    """A body that waits for a coroutine, see `from_thread`."""
+
+    __slots__ = ("call", "task")
+
+    def __init__(self, call: Any) -> None:
+        self.call = call  # until the wait is over: tasks inherit the variable
+        self.task: asyncio.Task[Any] | None = None
+
+
+# Set in the coroutine, and in the tasks that it starts.
+body_wait: contextvars.ContextVar[BodyWait | None] = contextvars.ContextVar(
+    "aiocolocated_body_wait", default=None
+)
+
+
+def waiting_body() -> Any:
+    """The call whose body waits for the code that runs here."""
+    wait = body_wait.get()
+    return None if wait is None else wait.call

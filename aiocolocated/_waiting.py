@@ -12,13 +12,12 @@ import jax
 from jax.core import Tracer
 
 from aiocolocated import _readiness, _values
-from aiocolocated._calls import waiting_body
 from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import LoopBridge, Wakes, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, FAILED, READY
-from aiocolocated._waiters import LoopWaiter
+from aiocolocated._waiters import LoopWaiter, waiting_body
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from aiocolocated import _service, _settings
-from aiocolocated._calls import BodyWait, body_wait
 from aiocolocated._exceptions import CallCancelledError, DeadlockError, ShutdownError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._settings import LOCK
-from aiocolocated._waiters import waiting
+from aiocolocated._waiters import BodyWait, body_wait, waiting
 from aiocolocated._workers import local, pool
 
 __all__ = ("run", "run_sync", "wait")
@@ -109,8 +109,11 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
     wait = BodyWait(local.call)
 
     exits: list[BaseException] = []
+    abandoned = False
 
     async def on_behalf() -> R:
+        if abandoned:
+            raise asyncio.CancelledError
         wait.task = asyncio.current_task()
         body_wait.set(wait)  # so that waiting for what this body stands in the way of is refused
         try:
@@ -121,8 +124,15 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
         finally:
             wait.call = wait.task = None  # contexts are copied, and the task keeps the result
 
-    future: concurrent.futures.Future[R] = asyncio.run_coroutine_threadsafe(on_behalf(), loop)
+    def abandon() -> None:
+        nonlocal abandoned
+        abandoned = True
+        if wait.task is not None:
+            wait.task.cancel()
+
+    future: concurrent.futures.Future[R] | None = None
     try:
+        future = asyncio.run_coroutine_threadsafe(on_behalf(), loop)
         with waiting():
             return future.result(timeout)
     except concurrent.futures.CancelledError:
@@ -133,7 +143,9 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
             + ("; its loop has ended" if not loop.is_running() else "")
         ) from None
     except BaseException:
-        future.cancel()
+        if future is None or not future.done():  # Ctrl-C may come before there is a future
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                loop.call_soon_threadsafe(abandon)
         raise
     finally:
         wait.call = None

@@ -339,6 +339,20 @@ async def test_every_slow_call_is_logged(x, caplog):
 
 
 @pytest.mark.asyncio
+async def test_slow_calls_one_after_the_other_are_logged(x, caplog):
+    """A slow call that takes the memory of an earlier one is another call."""
+    configure(slow_call=0.02)
+    for number in range(1, 6):
+        gate, started = Gate(), Gate()
+        fut = hold(x, started, gate)
+        await eventually(lambda n=number: len(slow_reports(caplog)) >= n, f"{number} are logged")
+        gate.open()
+        await fut
+        del fut
+    assert len(slow_reports(caplog)) == 5
+
+
+@pytest.mark.asyncio
 async def test_abandoned_slow_call_is_logged(x, caplog):
     """A cancelled call whose body will not end is worth a line: it holds its slot."""
     configure(slow_call=0.05)

@@ -353,20 +353,24 @@ except KeyboardInterrupt:
 
 
 # --- fork -----------------------------------------------------------------------------------------------
+#
+# The children end as those of multiprocessing do: after `threading._shutdown`, without finalizing the
+# interpreter. That would crash, or hang, in JAX itself as soon as the parent has computed anything.
 
 FORK = """
-import warnings
+import multiprocessing, warnings
 warnings.simplefilter("ignore")  # JAX and Python >= 3.12 warn of forks
 {before}
-say("forking")
-child = os.fork()
-if child == 0:
+def in_child():
     {child}
     say("child ends")
     sys.exit(7)
+say("forking")
+child = multiprocessing.get_context("fork").Process(target=in_child)
+child.start()
 {parent}
-_, status = os.waitpid(child, 0)
-say("child", os.waitstatus_to_exitcode(status))
+child.join()
+say("child", child.exitcode)
 """
 
 
@@ -423,9 +427,12 @@ def test_fork_disables_exit_hook_and_finalizers_in_child(run_script):
             def fail(x): raise ValueError("unseen")
             failed = fail(x)
             while not failed.done(): time.sleep(0.001)
-            slow = sleep(x, 2, 'parent body ended')
+            slow = sleep(x, 1.5, 'parent body ended')
             """,
-            "del failed",
+            """
+            global failed
+            del failed
+            """,
         ),
         timeout=30,
     ).check()
@@ -461,14 +468,16 @@ def test_fork_with_lock_held_elsewhere(run_script):
 def test_fork_before_first_call(run_script):
     """Parent and child both work when nothing of the library had started."""
     source = """
-        import os, sys
+        import multiprocessing, os, sys
         import aiocolocated, jax, jax.numpy as jnp
         from aiocolocated import colocated_python
         f = colocated_python(lambda x: x + 1)
-        child = os.fork()
-        assert f(jnp.ones(2)).result().tolist() == [2, 2]
-        if child == 0:
-            sys.exit(7)
-        assert os.waitpid(child, 0)[1] == 7 << 8
+        def use():
+            assert f(jnp.ones(2)).result().tolist() == [2, 2]
+        child = multiprocessing.get_context("fork").Process(target=use)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        use()
     """
     assert run_script(source, timeout=30, PYTHONWARNINGS="ignore").check().stderr == ""

@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_readiness",
         "_owners",
         "_waiters",
+        "_protocols",
         "_calls",
         "_futures",
         "_submission",
@@ -37,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_runtime",
     ),
     "L3": ("hosts/*",),
-    "L4": ("_specializations", "_functions", "_taskgroups", "_waiting"),
+    "L4": ("_devices", "_specializations", "_functions", "_taskgroups", "_waiting"),
     "L5": ("from_thread", "__init__", "testing/*"),
 }
 ORDER = [entry for layer in LAYERS.values() for entry in layer]
