@@ -383,9 +383,10 @@ class TaskChannel:
         call: Any = local.call
         if call is None:
             call = waiting_body()
-        if call is not None and self._order.running is call:
+        running = self._order.running
+        if running is not None and running is call:
             raise DeadlockError(
-                f"{what} of channel {self.name!r} was called inside the body of {call._plan.name}, "
+                f"{what} of channel {self.name!r} was called inside the body of {running._plan.name}, "
                 "which runs in that channel: it would wait for itself"
             )
 
