@@ -9,6 +9,7 @@ Each shim names the versions that need it. Everything here was run on JAX 0.10.0
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
@@ -409,6 +410,11 @@ def register_at_exit(function: Callable[[], None]) -> None:
     CPython 3.9 to 3.15.
     """
     threading._register_atexit(function)  # type: ignore[attr-defined]
+
+
+# CPython 3.12 starts no thread from the moment on when the main thread has ended; 3.11 and 3.13 do
+# until the threads are joined, that is during the functions of ``register_at_exit``.
+STARTS_THREADS_AT_EXIT = sys.version_info[:2] != (3, 12)
 
 
 def reset_lock(lock: Any) -> None:

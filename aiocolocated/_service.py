@@ -9,15 +9,16 @@ over a second on a loaded machine, and a loop must not wait that long.
 from __future__ import annotations
 
 import _thread
+import asyncio
 import heapq
 import itertools
 import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from time import monotonic
+from time import monotonic, sleep
 
-from aiocolocated import _settings
+from aiocolocated import _compat, _settings
 from aiocolocated._settings import LOCK
 
 logger = logging.getLogger("aiocolocated")
@@ -37,6 +38,7 @@ exiting = False  # the interpreter exits, once all calls are over
 _ending = False  # they are
 _at_stop: list[Action] = []
 _watched = 0  # things whose finalizers must be served
+starting = 0  # threads that are being started
 _here = threading.Lock()
 
 
@@ -52,25 +54,42 @@ def start_thread(run: Action, name: str, refused: Action = lambda: None) -> None
         refused: called, perhaps at once, where no thread can be started: the system has no more, or
             CPython 3.12 exits.
     """
+    global starting
     _settings.started = True
     thread = threading.Thread(target=run, name=name)
+    with LOCK:
+        starting += 1
     try:
         _thread.start_new_thread(_start, (thread, refused))
     except RuntimeError as error:
-        _not_started(thread, refused, error)
+        _start_over(thread, refused, error)
 
 
 def _start(thread: threading.Thread, refused: Action) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        _not_started(thread, refused, error)
+        _start_over(thread, refused, error)
+    else:
+        _start_over(thread, refused, None)
 
 
-def _not_started(thread: threading.Thread, refused: Action, error: RuntimeError) -> None:
-    level = logging.DEBUG if exiting else logging.WARNING
-    logger.log(level, "thread %s was not started: %s", thread.name, error)
-    refused()
+def _start_over(thread: threading.Thread, refused: Action, error: RuntimeError | None) -> None:
+    global starting
+    with LOCK:
+        starting -= 1
+    if error is not None:
+        level = logging.DEBUG if exiting else logging.WARNING
+        logger.log(level, "thread %s was not started: %s", thread.name, error)
+        refused()
+
+
+def wait_for_starts() -> None:
+    """Off a loop: let the threads start that are about to; at exit it might be too late."""
+    if not _compat.STARTS_THREADS_AT_EXIT and asyncio._get_running_loop() is None:
+        deadline = monotonic() + 1.0
+        while starting and monotonic() < deadline:
+            sleep(0.0002)
 
 
 def post(action: Action) -> None:

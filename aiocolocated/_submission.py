@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from aiocolocated import _settings
+from aiocolocated import _service, _settings
 from aiocolocated._calls import Call, computing
 from aiocolocated._exceptions import (
     ChannelClosedError,
@@ -62,6 +62,8 @@ def submit(call: C) -> C:
     """Give a call its place; on a full channel raise on a loop's thread, and wait elsewhere."""
     if call._channel._order.max_pending is None or asyncio._get_running_loop() is not None:
         enqueue(call)
+        if _service.starting:
+            _service.wait_for_starts()
         return call
     ticket = enqueue(call, ThreadWaiter)
     if ticket is not None:

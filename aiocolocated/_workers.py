@@ -198,7 +198,7 @@ class Pool:
         up the interpreter lock.
         """
         own = lane._worker
-        if own is not None:
+        if own is not None and not own.ending:
             self._hand(own, lane)
             return
         active = self._active()
@@ -276,8 +276,26 @@ class Pool:
         worker = Worker(self, None, dedicated=True)
         worker.owner = weakref.ref(lane)
         self.dedicated.add(worker)
-        _service.start_thread(worker.run, f"aiocolocated-channel-{name}")
+        self._start_dedicated(worker, f"aiocolocated-channel-{name}")
         return worker
+
+    def _start_dedicated(self, worker: Worker, name: str) -> None:
+        refused = functools.partial(self._dedicated_not_started, worker, name)
+        _service.start_thread(worker.run, name, refused)
+
+    def _dedicated_not_started(self, worker: Worker, name: str) -> None:
+        """Try again or, where no thread is started any more, serve the lane as any other."""
+        with LOCK:
+            if not _service.exiting:
+                start = functools.partial(self._start_dedicated, worker, name)
+                again = monotonic() + _REFUSED_PAUSE
+                _service.post(functools.partial(_service.call_at, again, start))
+                return
+            self.refused = monotonic()
+            self.dedicated.discard(worker)
+            worker.ending = True
+            if worker.lane is not None:
+                self.ready.append(worker.lane)
 
     def _watch(self, due: float) -> None:
         """Wake or add threads while lanes wait and no worker makes progress (service thread)."""

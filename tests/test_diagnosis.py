@@ -321,11 +321,12 @@ async def test_slow_call_is_logged_once(x, caplog):
 @pytest.mark.asyncio
 async def test_every_slow_call_is_logged(x, caplog):
     """Several slow calls are logged once each, those whose arrays compute included."""
-    configure(slow_call=0.05)
     gate, late = Gate(), Late()
     channels = [TaskChannel(name) for name in "abc"]
     calls = [channel.submit_nowait(hold, x, Gate(), gate) for channel in channels[:2]]
     calls.append(channels[2].submit_nowait(be_late, x, late))
+    await calls[2].wait_dispatched()
+    configure(slow_call=0.05)
     await eventually(lambda: len(slow_reports(caplog)) >= 3, "they are logged")
     await asyncio.sleep(0.1)
     messages = [r.getMessage() for r in slow_reports(caplog)]

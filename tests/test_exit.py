@@ -50,6 +50,11 @@ def endless(x):
 """
 
 
+needs_threads_at_exit = pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="CPython 3.12 starts no thread at exit"
+)
+
+
 def script(source: str) -> str:
     return HEAD + textwrap.dedent(source)
 
@@ -93,37 +98,39 @@ IN_FLIGHT = {
         def outer(m): y = inner(m).result(); say("ended"); return y
         outer(m)
     """,
-    "coroutine of a body": """
-        @colocated_python
-        def body(x): from_thread.run(asyncio.sleep, 0.2); say("ended"); return x
-        body(x)
-    """,
     "dedicated thread": "TaskChannel(dedicated_thread=True).submit_nowait(sleep, x, 0.3, 'ended')",
 }
+
+
+# Their loop needs a thread.
+COROUTINE = """
+    @colocated_python
+    def body(x): from_thread.run(asyncio.sleep, 0.2); say("ended"); return x
+    body(x)
+"""
 
 
 @pytest.mark.parametrize(
     ("where", "calls"),
     [
         *(("script", calls) for calls in IN_FLIGHT),
-        *(("asyncio.run", calls) for calls in ("queued", "pending arrays", "coroutine of a body")),
+        *(("asyncio.run", calls) for calls in ("queued", "pending arrays")),
+        pytest.param("script", "coroutine of a body", marks=needs_threads_at_exit),
+        pytest.param("asyncio.run", "coroutine of a body", marks=needs_threads_at_exit),
     ],
 )
 def test_exit_waits_for_calls(run_script, calls, where):
     """The interpreter ends when every submitted call is over, with its own code and without a word."""
+    source = textwrap.dedent(IN_FLIGHT.get(calls, COROUTINE))
     if where == "asyncio.run":
-        body = textwrap.indent(textwrap.dedent(IN_FLIGHT[calls]), "    ")
-        source = f"async def main():\n{body}\nasyncio.run(main())\nsay('end')\n"
-    else:
-        source = f"{textwrap.dedent(IN_FLIGHT[calls])}\nsay('end')\n"
+        source = f"async def main():\n{textwrap.indent(source, '    ')}\nasyncio.run(main())"
+    source += "\nsay('end')\n"
     finished = run_script(script(source)).check()
     assert finished.stdout.splitlines() == ["end", "ended"]
     assert finished.stderr == ""
 
 
-@pytest.mark.skipif(
-    sys.version_info[:2] == (3, 12), reason="CPython 3.12 starts no threads at exit"
-)
+@needs_threads_at_exit
 def test_exit_lets_bodies_meet(run_script):
     """Bodies that need a thread each at the same time get them, though the program has ended."""
     finished = run_script(

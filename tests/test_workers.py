@@ -529,6 +529,27 @@ async def test_refused_thread_is_tried_again(monkeypatch, caplog):
 
 
 @pytest.mark.asyncio
+async def test_refused_dedicated_thread_is_tried_again(monkeypatch):
+    """A channel's own thread is started as soon as the system allows, and no other is used."""
+    monkeypatch.setattr(_workers, "_REFUSED_PAUSE", 0.05)
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("aiocolocated-channel") and len(refused) < 2:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    async with open_task_channel("own", dedicated_thread=True):
+        calls = [thread_name(X) for _ in range(3)]
+        names = await asyncio.wait_for(gather(*calls), 10)
+    assert names == ["aiocolocated-channel-own"] * 3
+    assert len(refused) == 2
+
+
+@pytest.mark.asyncio
 async def test_refused_service_thread_is_tried_again(monkeypatch):
     """The next call starts the service thread that the system refused once."""
     await end_workers()
