@@ -61,7 +61,8 @@ def other_tasks() -> set[asyncio.Task[object]]:
 
 def images_in_memory() -> int:
     """Decoded tiles that exist, by the buffers that JAX holds: several arrays may share one."""
-    gc.collect()  # JAX 0.10.0 keeps some in cycles for a while
+    if jax.__version_info__ < (0, 10, 2):
+        gc.collect()  # it keeps some in cycles for a while; elsewhere that would be a fault
     images = {
         shard.data.unsafe_buffer_pointer(): shard.data.shape[0]
         for array in jax.live_arrays()
