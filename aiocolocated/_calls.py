@@ -313,7 +313,15 @@ class Call:
             elif ready:
                 if self._state == RUNNING:
                     self._settle(wakes, READY, value)
-                self._computed(wakes)
+                if (
+                    order.pending
+                    and not self._wide
+                    and self._owner is None
+                    and self._release is None
+                ):
+                    self._loop = None  # the common case of what follows
+                else:
+                    self._computed(wakes)
             else:
                 order.in_flight += 1
                 computing.add(self)

@@ -359,7 +359,7 @@ class TaskChannel:
         self._deactivate()
 
     def _activate(self) -> None:
-        position = current_position()
+        position = current_position(_get_running_loop())
         with LOCK:
             if position.active is None:
                 position.active = []
@@ -369,7 +369,7 @@ class TaskChannel:
             self._activations.append(position)
 
     def _deactivate(self) -> None:
-        position = current_position()
+        position = current_position(_get_running_loop())
         with LOCK:
             activations = self._activations or []
             if position not in activations:  # left by another task than entered it
@@ -493,9 +493,8 @@ def new_channel(name: str | None = None) -> TaskChannel:
     return channel
 
 
-def current_position() -> _Position:
-    """The running task's position, else the thread's."""
-    loop = _get_running_loop()
+def current_position(loop: asyncio.AbstractEventLoop | None) -> _Position:
+    """The position of the task that runs on ``loop``, the thread's own, else the thread's."""
     if loop is not None:
         task = _current_task(loop)
         if task is not None:
@@ -509,20 +508,24 @@ def current_position() -> _Position:
     return thread_position
 
 
-def current_channel() -> TaskChannel:
+def current_channel(loop: asyncio.AbstractEventLoop | None) -> TaskChannel:
     """Where a call goes that names no channel (contract of the current channel).
 
     A task's activated channel, else the task's own; in a body, the body's own; in other threads, and
     in callbacks of ``call_soon``, the thread's own.
+
+    Args:
+        loop: the one that runs on this thread. Finding it takes a system call on Python 3.11, so
+            whoever submits a call does so once.
     """
     call: Call | None = local.call
-    if call is not None and _get_running_loop() is None:
+    if call is not None and loop is None:
         nested: TaskChannel | None = call._nested_channel
         if nested is None:
             nested = call._nested_channel = new_channel()
             nested._nested = True
         return nested
-    position = current_position()
+    position = current_position(loop)
     if position.active:
         return position.active[-1]
     return position.own

@@ -44,6 +44,7 @@ ArrayImpl: type[Any] = _ArrayImpl
 _is_ready: Callable[[Any], bool] = ArrayImpl.is_ready
 _is_deleted: Callable[[Any], bool] = ArrayImpl.is_deleted
 _clone: Callable[[Any], Any] = ArrayImpl.clone
+_block: Callable[[Any], Any] = ArrayImpl.block_until_ready
 
 
 def key_data(key: Any) -> Any:
@@ -85,11 +86,14 @@ def ready_or_raise(arrays: Sequence[Any]) -> bool:
     try:
         if _JAXLIB < (0, 11, 2):
             alive = list(map(_clone, filterfalse(_is_deleted, arrays)))
-            ready = all(map(_is_ready, alive))
+            ready = all(map(_is_ready, alive)) if len(alive) != 1 else _is_ready(alive[0])
         else:
             ready = all_ready(arrays)
         if ready:
-            _batched_block_until_ready(alive)
+            if len(alive) == 1:
+                _block(alive[0])  # at two thirds of the cost
+            else:
+                _batched_block_until_ready(alive)
             if len(alive) != len(arrays):
                 raise RuntimeError("Array has been deleted.")
         return ready

@@ -103,31 +103,35 @@ class ColocatedFunction(Generic[P, R]):
             ChannelClosedError, ChannelStoppedError: the current channel takes no calls.
         """
         frame = sys._getframe(1)
-        call: ArrayFuture[Any] = self._prepare_call(
-            current_channel(), args, kwargs, frame.f_code, frame.f_lasti
-        )
+        call: ArrayFuture[Any] = self._prepare_call(None, args, kwargs, frame.f_code, frame.f_lasti)
         return submit(call)
 
     def _prepare_call(
         self,
-        channel: TaskChannel,
+        channel: TaskChannel | None,
         args: Args,
         kwargs: Kwargs,
         code: CodeType,
         lasti: int,
         owner: Owner | None = None,
     ) -> ArrayFuture[Any]:
+        """Make a call, for the current channel if none is given."""
         if _tracing():
             raise _values.refuse_traced(self._base.name)
+        loop = _get_running_loop()
+        if channel is None:
+            channel = current_channel(loop)
         plan = self._last
         flat = plan.flat if plan is not None else None
         if flat is not None and not kwargs and len(args) == len(flat):
-            # The common case: the same specs as last time, at 0.15 us per array.
-            for x, (shape, dtype, sharding) in zip(args, flat):  # noqa: B905
+            # The common case: the same specs as last time, at 0.1 us per array.
+            for x, (aval, sharding) in zip(args, flat):  # noqa: B905
                 if (
                     type(x) is not ArrayImpl
-                    or x.shape != shape
-                    or x.dtype != dtype
+                    or (
+                        (a := x.aval) is not aval
+                        and (a.shape != aval.shape or a.dtype != aval.dtype)
+                    )
                     or ((s := x.sharding) is not sharding and s != sharding)
                 ):
                     break
@@ -138,7 +142,7 @@ class ColocatedFunction(Generic[P, R]):
                     kwargs,
                     channel,
                     owner or current_owner(),
-                    _get_running_loop(),
+                    loop,
                     code,
                     lasti,
                 )
@@ -146,7 +150,7 @@ class ColocatedFunction(Generic[P, R]):
         if plan.per_call:
             plan, convert = plan.of_one_call(), True
         call: ArrayFuture[Any] = _create(
-            plan, args, kwargs, channel, owner or current_owner(), _get_running_loop(), code, lasti
+            plan, args, kwargs, channel, owner or current_owner(), loop, code, lasti
         )
         if convert:
             call._futures = futures or None
@@ -186,9 +190,7 @@ class ColocatedFunction(Generic[P, R]):
             _cache.function_key(self._out_specs_fn),
             self._in_specs_key(),
         )
-        make = functools.partial(
-            self._specialize, args, kwargs, leaves, parts, static, bool(futures)
-        )
+        make = functools.partial(self._specialize, args, kwargs, len(leaves), static, bool(futures))
         plan = self._base.cache.get(key, make)
         if plan is not self._last:
             if self._last is None:
@@ -217,8 +219,7 @@ class ColocatedFunction(Generic[P, R]):
         self,
         args: Args,
         kwargs: Kwargs,
-        leaves: list[Any],
-        parts: list[Any],
+        count: int,
         static: bool,
         late: bool,
     ) -> Specialization:
@@ -253,7 +254,9 @@ class ColocatedFunction(Generic[P, R]):
         if in_specs is None and self._out_specs_fn is not None and not late and not static:
             in_specs = _specs.specs_of(args, kwargs)
         all_arrays = not kwargs and not static and all(type(x) is ArrayImpl for x in args)
-        flat = cast("Any", tuple(parts)) if all_arrays and len(args) == len(leaves) else None
+        flat = None
+        if all_arrays and len(args) == count:
+            flat = tuple((x.aval, x.sharding) for x in args)
         return Specialization(base, in_specs, self._out_specs_fn, devices, flat)
 
     def specialize(

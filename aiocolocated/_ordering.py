@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Generic, Protocol, TypeVar
 
-from aiocolocated._types import READY, OnError
+from aiocolocated._types import QUEUED, READY, OnError
 
 
 class OrderedCall(Protocol):
@@ -157,11 +157,21 @@ class ChannelOrder(Generic[C]):
 
     def next(self) -> C | None:
         """Start the next call, or give the claim up."""
-        call = self._head()
-        if call is None:
-            self.claimed = False
-            return None
-        self.queue.popleft()
+        queue = self.queue
+        call = queue[0] if queue else None
+        if (
+            call is None
+            or call._state != QUEUED
+            or call._blocked
+            or call._wide
+            or self.wide
+            or self.in_flight
+        ):  # not the common case
+            call = self._head()
+            if call is None:
+                self.claimed = False
+                return None
+        queue.popleft()
         self.pending -= 1
         self.running = call
         if call._wide or self.wide:

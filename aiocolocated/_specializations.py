@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 ArrayImpl = _compat.ArrayImpl
 _tree_flatten = jax.tree_util.tree_flatten
-_LEAF = jax.tree_util.tree_structure(0)
 
 
 class Specialization:
@@ -51,19 +50,19 @@ class Specialization:
         in_specs: Any,
         out_specs_fn: Callable[..., Any] | None,
         devices: Devices | None,
-        flat: tuple[tuple[Any, Any, Any], ...] | None = None,
+        flat: tuple[tuple[Any, Any], ...] | None = None,
     ) -> None:
         self._base = base
         self.name = base.name
         self.in_specs = in_specs  # (args, kwargs) of specs; None while they are not known
         self.out_specs_fn = out_specs_fn
         self.devices = devices
-        self.flat = flat  # (shape, dtype, sharding) per positional argument, if all are arrays
+        self.flat = flat  # (aval, sharding) per positional argument, if all are arrays
         # Devices or output specs depend on what is not in the specs: on futures, or Python values.
         self.per_call = devices is None or (out_specs_fn is not None and in_specs is None)
         self._lock = threading.RLock()
         self._out: tuple[Any, Any, list[jax.ShapeDtypeStruct]] | None = None
-        self._single: tuple[Any, Any, Any] | None = None  # of an output spec that is one leaf
+        self._single: tuple[Any, Any] | None = None  # aval and sharding of the last good result
         self._sharding: jax.sharding.Sharding | None = None
 
     def of_one_call(self) -> Specialization:
@@ -130,14 +129,15 @@ class Specialization:
             single = self._single
             if self.out_specs_fn is None or (
                 single is not None
-                and value.shape == single[0]
-                and value.dtype == single[1]
-                and (single[2] is None or (s := value.sharding) is single[2] or s == single[2])
+                and value.aval is single[0]
+                and ((s := value.sharding) is single[1] or s == single[1])
             ):
                 return value, (value,)
         value, arrays = collect(self.name, value, self.place)
         if self.out_specs_fn is not None:
             self._check_result(value)
+            if type(value) is ArrayImpl:
+                self._single = (value.aval, value.sharding)
         return value, arrays
 
     def place(self, leaf: Any, path: KeyPath) -> Any:
@@ -155,8 +155,6 @@ class Specialization:
         _specs.check_specs(f"out_specs_fn of {self.name}", expected)
         leaves, tree = _tree_flatten(expected)
         self._out = (expected, tree, leaves)
-        if tree == _LEAF:  # type: ignore[operator]
-            self._single = (leaves[0].shape, leaves[0].dtype, leaves[0].sharding)
 
     def _check_result(self, value: Any) -> None:
         if self._out is None:

@@ -59,18 +59,24 @@ async def wait_until_ready(tree: T, *, timeout: float | None = None) -> T:
 
     .. versionadded:: 0.1
     """
+    leaves = _tree_leaves(tree)
+    try:
+        if _ONLY_ARRAYS.issuperset(map(type, leaves)) and _readiness.check(leaves):
+            return tree  # the common case
+        if timeout is None:
+            return await _wait_until_ready(tree, leaves)
+        async with asyncio.timeout(timeout):
+            return await _wait_until_ready(tree, leaves)
+    finally:
+        del tree, leaves  # a traceback keeps this frame
+
+
+async def _wait_until_ready(tree: T, leaves: Sequence[Any]) -> T:
     arrays: list[Any] = []
     calls: list[Any] = []
     leaf: Any = None
-    leaves: Sequence[Any] = ()
     array: Any = None
     try:
-        if timeout is not None:
-            async with asyncio.timeout(timeout):
-                return await wait_until_ready(tree)
-        leaves = _tree_leaves(tree)
-        if _ONLY_ARRAYS.issuperset(map(type, leaves)):  # half the time of the loop
-            arrays, leaves = leaves, ()
         for leaf in leaves:
             if (array := _values.array_of(leaf)) is not None:
                 arrays.append(array)
