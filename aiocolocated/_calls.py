@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls: their states, what moves them from one to the next, and how their bodies are run."""
+"""Calls: their states, and what moves them from one to the next."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from time import monotonic
 from types import CodeType, TracebackType
 from typing import Any
 
-from aiocolocated import _compat, _contexts, _readiness, _service, _settings
-from aiocolocated._exceptions import BodyError, CallCancelledError
+from aiocolocated import _compat, _settings
+from aiocolocated._coroutines import CoroutineBody
+from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport, Owner
 from aiocolocated._protocols import Args, CallChannel, Kwargs, Plan
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
 from aiocolocated._waiters import Waiter
-from aiocolocated._workers import local, pool
-
-_PACKAGE = __name__.partition(".")[0]
+from aiocolocated._workers import local
 
 
 class Call:
@@ -78,6 +77,9 @@ class Call:
     _waiting_on: Call | None = None  # what the body waits for
     _nested_channel: Any = None  # of the calls that the body makes
     _release: Callable[[Wakes], None] | None = None  # gives a task group's slot back
+    _light: bool = False  # needs a worker for a moment only: its body is a coroutine
+    _body: CoroutineBody | None = None  # that coroutine, while it runs
+    _over_waiters: list[Waiter] | None = None
 
     @classmethod
     def _create(
@@ -251,6 +253,8 @@ class Call:
         )
         self._settle(wakes, CANCELLED, error)
         self._channel._call_failed(error, wakes, cancelled=True)
+        if self._body is not None:
+            self._body.cancel(wakes)
         return True
 
     def _fail(self, wakes: Wakes, error: BaseException, traceback: TracebackType | None) -> None:
@@ -283,159 +287,13 @@ class Call:
         if self._release is not None:
             release, self._release = self._release, None
             release(wakes)
-
-    # -- running (worker thread) ---------------------------------------------------------------------------
-
-    def _execute(self, wakes: Wakes) -> None:
-        """Run the body and settle."""
-        self._started = monotonic()
-        error: BaseException | None = None
-        value: Any = None
-        arrays: Sequence[Any] = ()
-        ready = True
-        local.call = self
-        try:
-            value, arrays = self._run_body()
-            if arrays:
-                ready = _readiness.check(arrays)
-        except BaseException as exc:
-            error = self._as_error(exc)
-        local.call = None
-        if self._nested_channel is not None:
-            self._nested_channel = None
-        order = self._channel._order
-        with LOCK:
-            order.body_ended()
-            if error is not None:
-                if self._state == RUNNING:
-                    self._fail(wakes, error, _get_traceback(error))
-                self._computed(wakes)
-            elif ready:
-                if self._state == RUNNING:
-                    self._settle(wakes, READY, value)
-                if (
-                    order.pending
-                    and not self._wide
-                    and self._owner is None
-                    and self._release is None
-                ):
-                    self._loop = None  # the common case of what follows
-                else:
-                    self._computed(wakes)
-            else:
-                order.in_flight += 1
-                computing.add(self)
-                if not self._wide and self._plan.dispatches and _on_several_devices(arrays):
-                    self._wide = order.wide = True
-                    order.gate.enter()
-                if self._state == RUNNING:
-                    self._state = DISPATCHED
-                    self._value = value
-                    if self._dispatch_waiters is not None:
-                        self._wake_dispatched(wakes)
-                    if self._dependents is not None:
-                        self._unblock_dependents()
-        if not ready:
-            _readiness.when_ready(arrays, partial(self._arrays_ready, arrays))
-        # The frames of a failed body refer to this one (``f_back``), which must hold nothing then.
-        del self, error, value, arrays
-
-    def _break_off(self, error: BaseException, wakes: Wakes) -> None:
-        """Something of ours broke while the call ran: its waiters get that."""
-        with LOCK:
-            if self._channel._order.running is self:
-                self._channel._order.body_ended()
-            self._fail(wakes, error, error.__traceback__)
-            if self._owner is not None or self._loop is not None:
-                self._computed(wakes)
-
-    def _run_body(self) -> tuple[Any, Sequence[Any]]:
-        plan, args, kwargs = self._plan, self._args, self._kwargs
-        context = self._context
-        config, self._config = self._config, None
-        self._args = self._kwargs = self._context = None  # type: ignore[assignment]
-        try:
-            body = plan.body()
-            assert context is not None
-            options = context.get(_contexts.scope)
-            if config is None and not options:
-                if self._convert:
-                    args, kwargs = self._bind(args, kwargs)
-                value = context.run(body, *args, **kwargs)
-            else:
-                # Placing NumPy values depends on the configuration, too.
-                with _contexts.in_force(config, options or ()):
-                    if self._convert:
-                        args, kwargs = self._bind(args, kwargs)
-                    value = context.run(body, *args, **kwargs)
-                    del args, kwargs
-                    args, kwargs = (), {}
-                    return plan.finish(value)
-        finally:
-            del self, args, kwargs, context
-        return plan.finish(value)
-
-    def _bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with the futures' values in place of the futures."""
-        wakes = Wakes()
-        values: dict[int, Any] = {}
-        try:
-            with LOCK:
-                for dependency in self._plan.futures(args, kwargs):
-                    if dependency._state == FAILED:
-                        dependency._pass_error_on(self)
-                        raise set_traceback(dependency._value, dependency._traceback)
-                    if dependency._state == CANCELLED:
-                        self._cancel(wakes, f": it depends on {dependency._describe()}")
-                        raise CallCancelledError(*dependency._value.args)
-                    values[id(dependency)] = dependency._value
-        finally:
-            wakes.pay()
-        return self._plan.bind(args, kwargs, values)
-
-    def _as_error(self, error: BaseException) -> BaseException:
-        """The exception that waiters get: traceback from the body on, notes attached once."""
-        traceback = _get_traceback(error)
-        while traceback is not None and _is_ours(traceback):
-            traceback = traceback.tb_next
-        set_traceback(error, traceback)
-        if not isinstance(error, Exception) or isinstance(
-            error, (StopIteration, StopAsyncIteration)
-        ):
-            cause = error
-            error = BodyError(f"{self._plan.name} raised {type(cause).__name__}: {_text(cause)}")
-            error.__cause__ = cause
-        try:
-            notes: Sequence[str] = getattr(error, "__notes__", ())
-            if not any(note.startswith("colocated call ") for note in notes):
-                error.add_note(self._title())
-        except BaseException:  # an exception class that does not want notes
-            _service.logger.debug("no note on %s", type(error).__name__, exc_info=True)
-        return error
-
-    def _arrays_ready(self, arrays: Sequence[Any]) -> None:
-        """The poller found every array computed (service thread)."""
-        error: BaseException | None = None
-        try:
-            _readiness.check(arrays)
-        except Exception as exc:
-            error = self._as_error(exc)
-        wakes = Wakes()
-        with LOCK:
-            computing.discard(self)
-            if self._channel._order.computed():
-                pool.schedule(self._channel)
-            if self._state == DISPATCHED:
-                if error is not None:
-                    self._fail(wakes, error, _get_traceback(error))
-                else:
-                    self._settle(wakes, READY, self._value)
-            self._computed(wakes)
-        wakes.pay()
+        if self._over_waiters is not None:
+            waiters, self._over_waiters = self._over_waiters, None
+            for waiter in waiters:
+                waiter.wake(wakes)
 
     def _computed(self, wakes: Wakes) -> None:
+        """The body has ended and its arrays are computed, whatever became of the call."""
         if self._wide:
             self._channel._leave_gate()
         self._over(wakes)
@@ -445,29 +303,3 @@ class Call:
 
 
 _STATE_WORDS = {QUEUED: "queued", RUNNING: "running", DISPATCHED: "its arrays were computing"}
-
-# Calls whose body has returned and whose arrays are computing; for `runtime.calls()` and exit.
-computing: set[Call] = set()
-
-
-# Not by the exception's own attributes: its class may have replaced them.
-_get_traceback: Callable[[BaseException], TracebackType | None] = vars(BaseException)[
-    "__traceback__"
-].__get__
-set_traceback = BaseException.with_traceback  # returns the exception
-
-
-def _on_several_devices(arrays: Sequence[Any]) -> bool:
-    return any(len(a.sharding.device_set) > 1 for a in arrays)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException:
-        return "(its text cannot be made)"
-
-
-def _is_ours(traceback: TracebackType) -> bool:
-    name = traceback.tb_frame.f_globals.get("__name__", "")
-    return isinstance(name, str) and (name.startswith((_PACKAGE + "._", _PACKAGE + ".hosts")))

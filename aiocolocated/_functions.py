@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -70,6 +69,7 @@ class ColocatedFunction(Generic[P, R]):
         "_devices",
         "_in_specs",
         "_last",
+        "_light",
         "_out_specs_fn",
     )
 
@@ -85,6 +85,7 @@ class ColocatedFunction(Generic[P, R]):
         self._out_specs_fn = out_specs_fn
         self._devices = devices
         self._last: Specialization | None = None
+        self._light = base.kind == "coroutine"
         functools.update_wrapper(self, base.function)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
@@ -136,7 +137,7 @@ class ColocatedFunction(Generic[P, R]):
                 ):
                     break
             else:
-                return _create(  # type: ignore[no-any-return]
+                call = _create(
                     plan,  # type: ignore[arg-type]
                     args,
                     kwargs,
@@ -146,16 +147,19 @@ class ColocatedFunction(Generic[P, R]):
                     code,
                     lasti,
                 )
+                if self._light:
+                    call._light = True
+                return call  # type: ignore[no-any-return]
         plan, futures, convert = self._specialization(args, kwargs)
         if plan.per_call:
             plan, convert = plan.of_one_call(), True
-        call: ArrayFuture[Any] = _create(
-            plan, args, kwargs, channel, owner or current_owner(), loop, code, lasti
-        )
+        call = _create(plan, args, kwargs, channel, owner or current_owner(), loop, code, lasti)
+        if self._light:
+            call._light = True
         if convert:
             call._futures = futures or None
             call._convert = True
-        return call
+        return call  # type: ignore[no-any-return]
 
     def _specialization(
         self, args: Args, kwargs: Kwargs
@@ -466,17 +470,6 @@ def colocated_python(fun: Callable[P, R]) -> ColocatedFunction[P, R]:
         raise ArgumentError(f"{fun!r} is a colocated function already")
     if isinstance(fun, type):
         raise ArgumentError(f"colocated_python takes a function, got the class {fun.__qualname__}")
-    for what, test in (
-        ("a coroutine function", inspect.iscoroutinefunction),
-        ("a generator function", inspect.isgeneratorfunction),
-        ("an asynchronous generator function", inspect.isasyncgenfunction),
-    ):
-        if test(fun) or test(getattr(type(fun), "__call__", None)):  # noqa: B004 - not whether
-            name = getattr(fun, "__qualname__", None) or repr(fun)
-            raise ArgumentError(
-                f"colocated_python takes a plain function; {name} is {what}, which "
-                "this version does not run on hosts"
-            )
     if not callable(fun):
         raise ArgumentError(f"colocated_python takes a function, got {fun!r}")
     return ColocatedFunction(FunctionCode(fun, inprocess_host()))

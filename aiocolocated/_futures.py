@@ -11,8 +11,9 @@ from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 from aiocolocated import _service
-from aiocolocated._calls import Call, set_traceback
+from aiocolocated._calls import Call
 from aiocolocated._exceptions import BodyError, CallCancelledError, DeadlockError
+from aiocolocated._execution import RunnableCall, set_traceback
 from aiocolocated._loops import LoopCallback, Wakes, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING, CallState
@@ -24,7 +25,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 @final
-class ArrayFuture(Call, Generic[R_co]):
+class ArrayFuture(RunnableCall, Generic[R_co]):
     """What a colocated call returns at once: awaitable, resolves to the body's result.
 
     The call is submitted already and runs whether or not anybody awaits it. ``await fut`` gives the
@@ -133,12 +134,30 @@ class ArrayFuture(Call, Generic[R_co]):
                 return
             try:
                 yield from waiter.future
-            except BaseException:
+            except BaseException as error:
                 self._drop_waiter(waiter, phase, cancelled=True)
+                if isinstance(error, asyncio.CancelledError):
+                    yield from self._clean_up()
                 raise
         finally:
             if body is not None and body._waiting_on is self:
                 body._waiting_on = None
+
+    def _clean_up(self) -> Generator[Any, None, None]:
+        """Wait for the clean-up of a coroutine that the last waiter's cancellation has cancelled.
+
+        As a task does that awaits the coroutine itself. A second cancellation ends the wait.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = LoopWaiter(bridge_for(loop), loop.create_future())
+        with LOCK:
+            running = self._light and self._channel._order.running is self
+            if self._state != CANCELLED or not running:
+                return
+            if self._over_waiters is None:
+                self._over_waiters = []
+            self._over_waiters.append(waiter)
+        yield from waiter.future
 
     def _outcome(self) -> R_co:
         if self._state == READY:

@@ -18,6 +18,7 @@ class OrderedCall(Protocol):
     _state: int
     _blocked: int  # dependencies that are not dispatched yet
     _wide: bool  # a multi-device program, which needs the gate
+    _light: bool  # its body is a coroutine
 
 
 C = TypeVar("C", bound=OrderedCall)
@@ -222,6 +223,11 @@ class ChannelOrder(Generic[C]):
         tickets = list(self.room or ())
         self.room = None
         return tickets
+
+    @property
+    def light(self) -> bool:
+        """Whether the next thing takes a moment: to start a coroutine, or to settle one that ended."""
+        return self.running is not None or (bool(self.queue) and self.queue[0]._light)
 
     @property
     def idle(self) -> bool:

@@ -14,7 +14,8 @@ from time import monotonic
 from typing import Unpack, final
 
 from aiocolocated import _compat, _owners, _service, _settings, _submission
-from aiocolocated._calls import Call, computing
+from aiocolocated._calls import Call
+from aiocolocated._execution import computing
 from aiocolocated._loops import Wakes
 from aiocolocated._settings import LOCK, Settings, SettingsChanges
 from aiocolocated._types import CANCELLED, QUEUED, READY, CallState
@@ -107,7 +108,7 @@ class Runtime:
                 idle=len(pool.idle),
                 waiting=pool.waiting,
                 dedicated=len(pool.dedicated),
-                runnable=len(pool.ready),
+                runnable=len(pool.ready) + len(pool.light),
                 channels=len(pool.lanes),
                 queued=states.count("queued"),
                 running=states.count("running") + states.count("abandoned"),
@@ -262,8 +263,7 @@ def _busy() -> bool:
 def _run_stranded() -> None:
     """Serve a channel here for which there is no thread, and none can be started any more."""
     with LOCK:
-        stranded = bool(pool.ready and pool.refused) and pool.stands_still()
-        lane = pool.ready.popleft() if stranded else None
+        lane = pool.take() if pool.refused and pool.stands_still() else None
     if lane is not None:
         pool.serve_here(lane)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from aiocolocated.hosts.base import Host, Shipped
 
 ArrayImpl = _compat.ArrayImpl
+Kind: TypeAlias = Literal["function", "coroutine", "generator", "asynchronous generator"]
+_TESTS: tuple[tuple[Kind, Callable[[Any], bool]], ...] = (
+    ("coroutine", inspect.iscoroutinefunction),
+    ("generator", inspect.isgeneratorfunction),
+    ("asynchronous generator", inspect.isasyncgenfunction),
+)
 _tree_flatten = jax.tree_util.tree_flatten
 
 
@@ -183,13 +189,22 @@ def no_devices(name: str) -> SpecError:
     )
 
 
+def kind_of(function: Callable[..., Any]) -> Kind:
+    """What calling a function gives; also for callable objects."""
+    for kind, test in _TESTS:
+        if test(function) or test(getattr(type(function), "__call__", None)):  # noqa: B004
+            return kind
+    return "function"
+
+
 class FunctionCode:
     """What all specializations of one function share: its code and its cache."""
 
-    __slots__ = ("__weakref__", "_shipped", "body", "cache", "function", "host", "name")
+    __slots__ = ("__weakref__", "_shipped", "body", "cache", "function", "host", "kind", "name")
 
     def __init__(self, function: Callable[..., Any], host: Host) -> None:
         self.function = function
+        self.kind = kind_of(function)
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.host = host
         self.body: Callable[..., Any] | None = None

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from aiocolocated import _service, _settings
-from aiocolocated._calls import Call, computing
+from aiocolocated._calls import Call
 from aiocolocated._exceptions import (
     ChannelClosedError,
     ChannelStoppedError,
     ShutdownError,
     WouldBlock,
 )
+from aiocolocated._execution import computing
 from aiocolocated._loops import Wakes, bridge_for
 from aiocolocated._ordering import Gate, Ticket
 from aiocolocated._owners import Owner

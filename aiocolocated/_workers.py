@@ -36,8 +36,12 @@ class Job(Protocol):
 
     _started: float
 
-    def _execute(self, wakes: Wakes) -> None:
-        """Run the body and settle. Called without the lock; must not raise."""
+    def _execute(self, wakes: Wakes) -> bool:
+        """Run the body and settle; false if that takes place elsewhere.
+
+        Called without the lock; must not raise. What went on elsewhere has its channel scheduled
+        when it is over, and is executed again to settle.
+        """
 
     def _break_off(self, error: BaseException, wakes: Wakes) -> None:
         """Settle whatever state the call is in."""
@@ -76,6 +80,7 @@ class Worker:
         "call",
         "dedicated",
         "ending",
+        "extra",
         "first",
         "lane",
         "owner",
@@ -94,6 +99,7 @@ class Worker:
         self.dedicated = dedicated
         self.owner: weakref.ref[Lane] | None = None  # of a dedicated worker
         self.ending = False  # nothing will be handed over any more
+        self.extra = False  # beyond the limit, for what takes a moment only
         self.seen = 0.0  # start of the call that ran at the last look
         self.stuck = False  # in one body for longer than a moment
         self.waiting = 0  # nested waits of the body: the slot is given back
@@ -144,22 +150,26 @@ class Worker:
         pool = self.pool
         while True:
             with LOCK:
-                if pool.ready and served and not self.dedicated and monotonic() - began >= _TURN:
-                    lane._runnable_since = monotonic()
-                    pool.ready.append(lane)
+                over = served and (pool.ready or pool.light) and monotonic() - began >= _TURN
+                if (over or (self.extra and not order.light)) and not self.dedicated:
+                    pool.enqueue(lane)
                     return
-                call = order.next()
+                call = order.running  # a coroutine, and it has ended
                 if call is None:
-                    return
+                    call = order.next()
+                    if call is None:
+                        return
+                    call._state = RUNNING
+                    if order.room:
+                        lane._admit(wakes)
                 self.call = call
-                call._state = RUNNING
-                if order.room:
-                    lane._admit(wakes)
             if wakes:
                 wakes.pay()
             served = True
             try:
-                call._execute(wakes)
+                if not call._execute(wakes):
+                    self.call = None
+                    return
             except BaseException as error:
                 # A bug of ours must not take the thread, the channel and the waiters with it.
                 logger.exception("internal error in a worker")
@@ -176,6 +186,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.ready: deque[Lane] = deque()
+        self.light: deque[Lane] = deque()  # need a worker for a moment, whatever the limit
         self.idle: list[Worker] = []
         self.workers: set[Worker] = set()
         self.lanes: set[Lane] = set()  # with anything queued, running or computing
@@ -202,16 +213,14 @@ class Pool:
             self._hand(own, lane)
             return
         active = self._active()
-        if self.idle and active <= self.stuck and active < _settings.current.worker_limit:
-            self._hand(self.idle.pop(), lane)
+        light = lane._order.light
+        at_limit = active >= _settings.current.worker_limit
+        if self.idle and active <= self.stuck and (light or not at_limit):
+            self._hand(self.idle.pop(), lane, extra=at_limit)
             return
         if not self.ready:
             self._limit_reported = False  # whatever waited then has got its thread
-        if lane._nested:  # work that a body waits for goes first, or waiting bodies pile up
-            self.ready.appendleft(lane)
-        else:
-            self.ready.append(lane)
-        lane._runnable_since = monotonic()
+        self.enqueue(lane, first=lane._nested)  # or bodies that wait for it pile up
         if not self._watching:
             self._watching = True
             if not self.workers:
@@ -220,19 +229,43 @@ class Pool:
         elif not _service.running:  # it was refused a thread
             _service.start()
 
+    def enqueue(self, lane: Lane, *, first: bool = False) -> None:
+        """Have a lane wait for a worker."""
+        lane._runnable_since = monotonic()
+        queue = self.light if lane._order.light else self.ready
+        if first:
+            queue.appendleft(lane)
+        else:
+            queue.append(lane)
+
+    def take(self, lane: Lane | None = None) -> Lane | None:
+        """Take a lane that waits for a worker, ``lane`` or any, out of its queue."""
+        for queue in (self.light, self.ready):
+            if lane is None:
+                if queue:
+                    return queue.popleft()
+            elif lane in queue:
+                queue.remove(lane)
+                return lane
+        return None
+
     def _start_watch(self) -> None:
         due = monotonic() + _PATIENCE
         _service.call_at(due, functools.partial(self._watch, due))
 
     @staticmethod
-    def _hand(worker: Worker, lane: Lane) -> None:
+    def _hand(worker: Worker, lane: Lane, *, extra: bool = False) -> None:
         worker.lane = lane
+        worker.extra = extra
         worker.wake.release()
 
     def next_lane(self, worker: Worker) -> Lane | None:
         """A lane for a worker that has none, or note that it is idle."""
         if not (worker.dedicated or self.ended):
-            if self.ready and self._active() <= _settings.current.worker_limit:
+            worker.extra = self._active() > _settings.current.worker_limit
+            if self.light:
+                return self.light.popleft()
+            if self.ready and not worker.extra:
                 return self.ready.popleft()
             self.idle.append(worker)
         return None
@@ -257,6 +290,7 @@ class Pool:
 
     def _add_worker(self, lane: Lane | None = None) -> Worker:
         worker = Worker(self, lane)
+        worker.extra = self._active() >= _settings.current.worker_limit
         self.workers.add(worker)
         self._numbers += 1
         name = f"aiocolocated-worker-{self._numbers}"
@@ -269,7 +303,7 @@ class Pool:
             self.workers.discard(worker)
             self.refused = monotonic()
             if worker.first is not None:
-                self.ready.appendleft(worker.first)
+                self.enqueue(worker.first, first=True)
 
     def add_dedicated(self, name: str, lane: Lane) -> Worker:
         """A worker for one lane, outside the limit."""
@@ -295,13 +329,13 @@ class Pool:
             self.dedicated.discard(worker)
             worker.ending = True
             if worker.lane is not None:
-                self.ready.append(worker.lane)
+                self.enqueue(worker.lane)
 
     def _watch(self, due: float) -> None:
         """Wake or add threads while lanes wait and no worker makes progress (service thread)."""
         report: str | None = None
         with LOCK:
-            if not self.ready:
+            if not self.ready and not self.light:
                 self._watching = False
                 return
             now = monotonic()
@@ -333,6 +367,12 @@ class Pool:
     def _grow(self, now: float) -> str | None:
         """Give waiting lanes to idle or new threads, twice as many each time; or say the limit."""
         settings = _settings.current
+        if self.light:
+            if self.idle:
+                self._hand(self.idle.pop(), self.light.popleft(), extra=True)
+            elif self._may_add(now):
+                self._add_worker(self.light.popleft())
+            return None
         room = settings.worker_limit - self._active()
         if room <= 0:
             waited = now - min(self.ready[0]._runnable_since, self.ready[-1]._runnable_since)
@@ -412,9 +452,7 @@ class Pool:
         deadline = monotonic() + timeout
         while not lock.acquire(timeout=_PATIENCE):
             with LOCK:
-                stranded = self.refused and lane in self.ready
-                if stranded:
-                    self.ready.remove(lane)
+                stranded = self.refused and self.take(lane) is not None
             if stranded:
                 self.serve_here(lane)
             _service.serve_here()

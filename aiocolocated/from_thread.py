@@ -2,7 +2,7 @@
 """Running coroutines, and awaiting futures, from synchronous code and worker threads.
 
 Inside a body the coroutine runs on the loop whose task submitted the call, as ``anyio.from_thread``
-does it. Elsewhere it runs on a loop that the library keeps in a thread of its own.
+does it. Elsewhere it runs on the host's loop, in a thread of the library.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
-import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from aiocolocated import _service, _settings
-from aiocolocated._exceptions import CallCancelledError, DeadlockError, ShutdownError
+from aiocolocated import _settings
+from aiocolocated._exceptions import CallCancelledError, DeadlockError
 from aiocolocated._futures import ArrayFuture
-from aiocolocated._settings import LOCK
+from aiocolocated._hostloop import host_loop
 from aiocolocated._waiters import BodyWait, body_wait, waiting
-from aiocolocated._workers import local, pool
+from aiocolocated._workers import local
 
 __all__ = ("run", "run_sync", "wait")
 
@@ -156,44 +154,4 @@ def _loop() -> asyncio.AbstractEventLoop:
     if body is not None and body._loop is not None and body._loop.is_running():
         loop: asyncio.AbstractEventLoop = body._loop
         return loop
-    return _own_loop()
-
-
-# --- the library's own loop -------------------------------------------------------------------------------
-
-_own: asyncio.AbstractEventLoop | None = None
-_own_ready = threading.Event()
-
-
-def _own_loop() -> asyncio.AbstractEventLoop:
-    """The library's loop, started on first use and ended at exit."""
-    global _own, _own_ready
-    with LOCK:
-        if pool.ended:
-            raise ShutdownError("the interpreter is exiting: the library's event loop has ended")
-        if _own is None or _own.is_closed():
-            _own, _own_ready = asyncio.new_event_loop(), threading.Event()
-            serve = functools.partial(_serve, _own, _own_ready)
-            refused = functools.partial(_not_started, _own, _own_ready)
-            _service.start_thread(serve, "aiocolocated-loop", refused)
-        loop, ready = _own, _own_ready
-    ready.wait()
-    if loop.is_closed():
-        raise RuntimeError("the thread of the library's event loop could not be started")
-    return loop
-
-
-def _serve(loop: asyncio.AbstractEventLoop, ready: threading.Event) -> None:
-    async def stay() -> None:
-        stop = asyncio.Event()
-        _service.at_stop(lambda: loop.is_closed() or loop.call_soon_threadsafe(stop.set))
-        ready.set()
-        await stop.wait()
-
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(stay())
-
-
-def _not_started(loop: asyncio.AbstractEventLoop, ready: threading.Event) -> None:
-    loop.close()
-    ready.set()
+    return host_loop().loop

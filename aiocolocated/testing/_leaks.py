@@ -56,8 +56,8 @@ class LeakCheck:
         tasks: unfinished asyncio tasks of the running loop; only with ``async with``.
         arrays: live ``jax.Array`` on the default backend and on the CPU.
         descriptors: open file descriptors, on systems with ``/proc``. Not after a block that started
-            something that keeps some for good: JAX's backend, or the loop of
-            :mod:`aiocolocated.from_thread`.
+            something that keeps some for good: JAX's backend, or the host's loop (by a
+            coroutine body, or :mod:`aiocolocated.from_thread`).
         collect: run the garbage collector before an array counts as leaked; if false, an array that only a
             reference cycle holds is reported.
         timeout: seconds to wait for what is on its way out.
@@ -267,10 +267,9 @@ def _calls() -> list[Any]:
 
 def _lasting() -> tuple[object, ...]:
     """What lives as long as the process, once it was started, and holds descriptors."""
-    from aiocolocated import from_thread
+    from aiocolocated import _hostloop
 
-    loop = from_thread._own
-    return _backend_started(), None if loop is None else id(loop)
+    return _backend_started(), id(_hostloop._current)
 
 
 def _backend_started() -> bool:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coroutine bodies: how one runs on the host's loop, and how it is cancelled there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiocolocated import _compat, _contexts, _hostloop
+from aiocolocated._loops import LoopCallback, Wakes
+from aiocolocated._settings import LOCK
+from aiocolocated._types import RUNNING
+from aiocolocated._waiters import BodyWait, body_wait
+from aiocolocated._workers import pool
+
+if TYPE_CHECKING:
+    from aiocolocated._workers import Lane
+
+
+class _Call(Protocol):
+    _state: int
+
+    @property
+    def _channel(self) -> Lane: ...
+
+
+class CoroutineBody:
+    """One coroutine body, from the worker that made the coroutine to the worker that settles.
+
+    In between it is a task of the host's loop, in the context of the submission. The call's channel
+    stays claimed, so nothing else of the channel runs, and no worker is held.
+    """
+
+    __slots__ = (
+        "_awaitable",
+        "_call",
+        "_context",
+        "_host",
+        "_stream",
+        "_task",
+        "config",
+        "error",
+        "options",
+        "value",
+    )
+
+    def __init__(
+        self,
+        call: _Call,
+        awaitable: Awaitable[Any],
+        context: contextvars.Context,
+        config: _compat.Snapshot | None,
+        options: tuple[tuple[str, Any], ...],
+    ) -> None:
+        self._call: Any = call
+        self._awaitable: Awaitable[Any] | None = awaitable
+        self._context = context
+        self._host = _hostloop.host_loop()
+        self._stream = call._channel._stream
+        self._task: asyncio.Task[None] | None = None
+        self.config = config
+        self.options = options
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Have the loop start it (worker thread)."""
+        self._tell(self._start)
+
+    def cancel(self, wakes: Wakes) -> None:
+        """Have the loop cancel it (any thread, under the lock)."""
+        assert self._host.bridge is not None
+        self._host.bridge.post(LoopCallback(self._cancel, None, self._context))
+        wakes.bridge(self._host.bridge)
+
+    def _tell(self, function: Any) -> None:
+        assert self._host.bridge is not None
+        self._host.bridge.post(LoopCallback(function, None, contextvars.Context()))
+        self._host.bridge.notify()
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def _start(self, _: object) -> None:
+        if self._call._state != RUNNING:  # cancelled on the way: nothing of it has run
+            self._ended()
+            return
+        name = f"aiocolocated {self._call._plan.name}"
+        self._task = self._host.loop.create_task(self._run(), name=name, context=self._context)
+        # Also when it is cancelled before its first step.
+        self._task.add_done_callback(self._ended, context=self._context)
+
+    def _cancel(self, _: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        wait = BodyWait(self._call)
+        wait.task = asyncio.current_task()
+        body_wait.set(wait)  # so that waiting for what this body stands in the way of is refused
+        try:
+            self.value = await self
+        except BaseException as error:
+            self.error = error
+        finally:
+            wait.call = wait.task = None  # contexts are copied, and tasks keep theirs
+            del self
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        """Drive the coroutine; each step on the channel's stream and in its JAX configuration.
+
+        None of that may be in force while the coroutine waits: other bodies run on this thread then.
+        """
+        awaitable, self._awaitable = self._awaitable, None
+        assert awaitable is not None
+        steps = awaitable.__await__()
+        del awaitable
+        sent: Any = None
+        thrown: BaseException | None = None
+        try:
+            while True:
+                _compat.set_execution_stream(self._stream)
+                try:
+                    if self.config is None and not self.options:
+                        waiting_for = _step(steps, sent, thrown)
+                    else:
+                        with _contexts.in_force(self.config, self.options):
+                            waiting_for = _step(steps, sent, thrown)
+                except StopIteration as stop:
+                    return stop.value
+                finally:
+                    _compat.set_execution_stream(0)
+                    thrown = None
+                try:
+                    sent = yield waiting_for
+                except BaseException as error:  # cancelled, or the coroutine is closed
+                    thrown = error
+                del waiting_for
+        finally:
+            del self, steps, sent
+
+    def _ended(self, _: object = None) -> None:
+        if self._awaitable is not None:  # it never began
+            _close(self._awaitable)
+            self._awaitable = None
+            self.error = asyncio.CancelledError()
+        call, self._call = self._call, None
+        self._task = None
+        with LOCK:
+            pool.schedule(call._channel)  # to settle: checking a result may take long
+
+
+def _step(steps: Generator[Any, Any, Any], sent: Any, thrown: BaseException | None) -> Any:
+    if thrown is None:
+        return steps.send(sent)
+    try:
+        return steps.throw(thrown)
+    finally:
+        del thrown
+
+
+def _close(awaitable: Any) -> None:
+    close = getattr(awaitable, "close", None)
+    if close is not None:
+        close()

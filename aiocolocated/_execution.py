@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a call: its body on a worker thread or on the host's loop, then what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from aiocolocated import _contexts, _readiness, _service
+from aiocolocated._calls import Call
+from aiocolocated._coroutines import CoroutineBody
+from aiocolocated._exceptions import BodyError, CallCancelledError
+from aiocolocated._loops import Wakes
+from aiocolocated._owners import FailureReport
+from aiocolocated._settings import LOCK
+from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, READY, RUNNING
+from aiocolocated._workers import local, pool
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+class RunnableCall(Call):
+    """A call that a worker can execute."""
+
+    __slots__ = ()
+
+    def _execute(self, wakes: Wakes) -> bool:
+        """Run the body and settle; false if a coroutine goes on by itself.
+
+        Its channel comes back to a worker when the coroutine has ended, and this settles then.
+        """
+        error: BaseException | None = None
+        value: Any = None
+        arrays: Sequence[Any] = ()
+        ready = True
+        local.call = self
+        try:
+            if self._body is not None:
+                value, arrays = self._take_outcome()
+            else:
+                self._started = monotonic()
+                if self._light and self._launch():
+                    local.call = None
+                    return False
+                value, arrays = self._run_body()
+            if arrays:
+                ready = _readiness.check(arrays)
+        except BaseException as exc:
+            error = self._as_error(exc)
+        local.call = None
+        if self._nested_channel is not None:
+            self._nested_channel = None
+        order = self._channel._order
+        with LOCK:
+            order.body_ended()
+            if error is not None:
+                if self._state == RUNNING:
+                    self._fail(wakes, error, get_traceback(error))
+                elif self._light:
+                    self._report_late(error)
+                self._computed(wakes)
+            elif ready:
+                if self._state == RUNNING:
+                    self._settle(wakes, READY, value)
+                if (
+                    order.pending
+                    and self._owner is None
+                    and self._release is None
+                    and not (self._wide or self._light)
+                ):
+                    self._loop = None  # the common case of what follows
+                else:
+                    self._computed(wakes)
+            else:
+                order.in_flight += 1
+                computing.add(self)
+                if not self._wide and self._plan.dispatches and _on_several_devices(arrays):
+                    self._wide = order.wide = True
+                    order.gate.enter()
+                if self._state == RUNNING:
+                    self._state = DISPATCHED
+                    self._value = value
+                    if self._dispatch_waiters is not None:
+                        self._wake_dispatched(wakes)
+                    if self._dependents is not None:
+                        self._unblock_dependents()
+        if not ready:
+            _readiness.when_ready(arrays, partial(self._arrays_ready, arrays))
+        # The frames of a failed body refer to this one (``f_back``), which must hold nothing then.
+        del self, error, value, arrays
+        return True
+
+    def _break_off(self, error: BaseException, wakes: Wakes) -> None:
+        """Something of ours broke while the call ran: its waiters get that."""
+        with LOCK:
+            if self._channel._order.running is self:
+                self._channel._order.body_ended()
+            self._fail(wakes, error, error.__traceback__)
+            if self._owner is not None or self._loop is not None:
+                self._computed(wakes)
+
+    def _run_body(self) -> tuple[Any, Sequence[Any]]:
+        plan, args, kwargs = self._plan, self._args, self._kwargs
+        context = self._context
+        config, self._config = self._config, None
+        self._args = self._kwargs = self._context = None  # type: ignore[assignment]
+        try:
+            body = plan.body()
+            assert context is not None
+            options = context.get(_contexts.scope)
+            if config is None and not options:
+                if self._convert:
+                    args, kwargs = self._bind(args, kwargs)
+                value = context.run(body, *args, **kwargs)
+            else:
+                # Placing NumPy values depends on the configuration, too.
+                with _contexts.in_force(config, options or ()):
+                    if self._convert:
+                        args, kwargs = self._bind(args, kwargs)
+                    value = context.run(body, *args, **kwargs)
+                    del args, kwargs
+                    args, kwargs = (), {}
+                    return plan.finish(value)
+        finally:
+            del self, args, kwargs, context
+        return plan.finish(value)
+
+    def _launch(self) -> bool:
+        """Make the coroutine and have the host's loop start it; false if it was cancelled already."""
+        plan, args, kwargs = self._plan, self._args, self._kwargs
+        context = self._context
+        config, self._config = self._config, None
+        self._args = self._kwargs = self._context = None  # type: ignore[assignment]
+        try:
+            assert context is not None
+            options = context.get(_contexts.scope) or ()
+            with _in_force(config, options):
+                if self._convert:
+                    args, kwargs = self._bind(args, kwargs)
+                coroutine = context.run(context.run(plan.body), *args, **kwargs)
+            if not inspect.isawaitable(coroutine):
+                raise TypeError(f"{plan.name} is a coroutine function, but gave {coroutine!r}")
+            body = CoroutineBody(self, coroutine, context, config, options)
+            self._body = body
+            body.start()
+            return True
+        finally:
+            del self, args, kwargs, context
+
+    def _take_outcome(self) -> tuple[Any, Sequence[Any]]:
+        """What a coroutine that has ended gave."""
+        body, self._body = self._body, None
+        assert body is not None
+        try:
+            error = body.error
+            if self._state == CANCELLED and (
+                error is None or isinstance(error, asyncio.CancelledError)
+            ):
+                return None, ()
+            if error is not None:
+                raise error
+            with _in_force(body.config, body.options):
+                return self._plan.finish(body.value)
+        finally:
+            del self, body, error
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with the futures' values in place of the futures."""
+        wakes = Wakes()
+        values: dict[int, Any] = {}
+        try:
+            with LOCK:
+                for dependency in self._plan.futures(args, kwargs):
+                    if dependency._state == FAILED:
+                        dependency._pass_error_on(self)
+                        raise set_traceback(dependency._value, dependency._traceback)
+                    if dependency._state == CANCELLED:
+                        self._cancel(wakes, f": it depends on {dependency._describe()}")
+                        raise CallCancelledError(*dependency._value.args)
+                    values[id(dependency)] = dependency._value
+        finally:
+            wakes.pay()
+        return self._plan.bind(args, kwargs, values)
+
+    def _as_error(self, error: BaseException) -> BaseException:
+        """The exception that waiters get: traceback from the body on, notes attached once."""
+        traceback = get_traceback(error)
+        while traceback is not None and _is_ours(traceback):
+            traceback = traceback.tb_next
+        set_traceback(error, traceback)
+        if not isinstance(error, Exception) or isinstance(
+            error, (StopIteration, StopAsyncIteration)
+        ):
+            cause = error
+            error = BodyError(f"{self._plan.name} raised {type(cause).__name__}: {_text(cause)}")
+            error.__cause__ = cause
+        try:
+            notes: Sequence[str] = getattr(error, "__notes__", ())
+            if not any(note.startswith("colocated call ") for note in notes):
+                error.add_note(self._title())
+        except BaseException:  # an exception class that does not want notes
+            _service.logger.debug("no note on %s", type(error).__name__, exc_info=True)
+        return error
+
+    def _report_late(self, error: BaseException) -> None:
+        """A cancelled coroutine's clean-up failed: its waiters are gone (under the lock)."""
+        report = FailureReport(error, self._describe(), self._loop)
+        if self._owner is not None:
+            self._owner.call_failed(report)
+
+    def _arrays_ready(self, arrays: Sequence[Any]) -> None:
+        """The poller found every array computed (service thread)."""
+        error: BaseException | None = None
+        try:
+            _readiness.check(arrays)
+        except Exception as exc:
+            error = self._as_error(exc)
+        wakes = Wakes()
+        with LOCK:
+            computing.discard(self)
+            if self._channel._order.computed():
+                pool.schedule(self._channel)
+            if self._state == DISPATCHED:
+                if error is not None:
+                    self._fail(wakes, error, get_traceback(error))
+                else:
+                    self._settle(wakes, READY, self._value)
+            self._computed(wakes)
+        wakes.pay()
+
+
+# Calls whose body has returned and whose arrays are computing; for `runtime.calls()` and exit.
+computing: set[Call] = set()
+
+
+# Not by the exception's own attributes: its class may have replaced them.
+get_traceback: Callable[[BaseException], TracebackType | None] = vars(BaseException)[
+    "__traceback__"
+].__get__
+set_traceback = BaseException.with_traceback  # returns the exception
+
+
+def _in_force(
+    config: Any, options: tuple[tuple[str, Any], ...]
+) -> contextlib.AbstractContextManager[None]:
+    if config is None and not options:
+        return contextlib.nullcontext()
+    return _contexts.in_force(config, options)
+
+
+def _on_several_devices(arrays: Sequence[Any]) -> bool:
+    return any(len(a.sharding.device_set) > 1 for a in arrays)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:
+        return "(its text cannot be made)"
+
+
+def _is_ours(traceback: TracebackType) -> bool:
+    name = traceback.tb_frame.f_globals.get("__name__", "")
+    return isinstance(name, str) and (name.startswith((_PACKAGE + "._", _PACKAGE + ".hosts")))
