@@ -12,7 +12,12 @@ from aiocolocated._channels import (
     TaskChannel as TaskChannel,
     TaskChannelStatistics as TaskChannelStatistics,
 )
+from aiocolocated._classes import (
+    ColocatedObject as ColocatedObject,
+    colocated_python_class as colocated_python_class,
+)
 from aiocolocated._contexts import jax_scope as jax_scope
+from aiocolocated._decorators import colocated_python as colocated_python
 from aiocolocated._devices import colocated_cpu_devices as colocated_cpu_devices
 from aiocolocated._exceptions import (
     AiocolocatedError as AiocolocatedError,
@@ -25,6 +30,7 @@ from aiocolocated._exceptions import (
     DeadlockError as DeadlockError,
     ForkedProcessError as ForkedProcessError,
     NotShippableError as NotShippableError,
+    ObjectClosedError as ObjectClosedError,
     RemoteError as RemoteError,
     ShutdownError as ShutdownError,
     SpecError as SpecError,
@@ -36,7 +42,6 @@ from aiocolocated._functions import (
     ColocatedFunction as ColocatedFunction,
     cache_info as cache_info,
     clear_caches as clear_caches,
-    colocated_python as colocated_python,
 )
 from aiocolocated._futures import ArrayFuture as ArrayFuture, as_argument as as_argument
 from aiocolocated._runtime import (
@@ -47,6 +52,10 @@ from aiocolocated._runtime import (
     runtime as runtime,
 )
 from aiocolocated._settings import Settings as Settings
+from aiocolocated._streams import (
+    ArrayStream as ArrayStream,
+    ColocatedGenerator as ColocatedGenerator,
+)
 from aiocolocated._taskgroups import TaskGroup as TaskGroup
 from aiocolocated._types import CallState as CallState, publish as _publish
 from aiocolocated._waiting import (
@@ -62,6 +71,7 @@ __all__ = [
     "ArgumentError",
     "ArrayDeletedError",
     "ArrayFuture",
+    "ArrayStream",
     "BodyError",
     "CacheInfo",
     "CallCancelledError",
@@ -70,9 +80,12 @@ __all__ = [
     "ChannelClosedError",
     "ChannelStoppedError",
     "ColocatedFunction",
+    "ColocatedGenerator",
+    "ColocatedObject",
     "DeadlockError",
     "ForkedProcessError",
     "NotShippableError",
+    "ObjectClosedError",
     "RemoteError",
     "Runtime",
     "RuntimeStatistics",
@@ -91,6 +104,7 @@ __all__ = [
     "clear_caches",
     "colocated_cpu_devices",
     "colocated_python",
+    "colocated_python_class",
     "configure",
     "from_thread",
     "gather",

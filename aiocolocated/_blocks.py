@@ -75,6 +75,7 @@ class open_task_channel:
             self._owner.given_up = True
         if exc is not None:
             cancel_owned(self._owner, "its block was left by an exception")
+        self._owner.close_streams()
         cancelled = await settle_owned(
             self._owner, cancelled=isinstance(exc, asyncio.CancelledError)
         )

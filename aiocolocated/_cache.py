@@ -76,7 +76,7 @@ class SpecializationCache(Generic[V]):
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
-            for user in _listed(self._users):
+            for user in listed(self._users):
                 user._last = None
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ _misses = 0
 _misses_lock = threading.Lock()
 
 
-def _listed(members: weakref.WeakSet[T]) -> list[T]:
+def listed(members: weakref.WeakSet[T]) -> list[T]:
     """The members, although other threads may add some and the collector take some away."""
     while True:
         try:
@@ -98,12 +98,12 @@ def _listed(members: weakref.WeakSet[T]) -> list[T]:
 
 
 def clear_all() -> None:
-    for cache in _listed(_all):
+    for cache in listed(_all):
         cache.clear()
 
 
 def info(shipped: int) -> CacheInfo:
-    caches = _listed(_all)
+    caches = listed(_all)
     return CacheInfo(_misses, sum(map(len, caches)), _MAXSIZE, len(caches), shipped)
 
 

@@ -15,8 +15,9 @@ from aiocolocated import _compat, _settings
 from aiocolocated._coroutines import CoroutineBody
 from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._loops import Wakes
+from aiocolocated._ordering import Gate
 from aiocolocated._owners import FailureReport, Owner
-from aiocolocated._protocols import Args, CallChannel, Kwargs, Plan
+from aiocolocated._protocols import Args, CallChannel, CallCounter, Kwargs, Plan
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
 from aiocolocated._waiters import Waiter
@@ -77,6 +78,8 @@ class Call:
     _waiting_on: Call | None = None  # what the body waits for
     _nested_channel: Any = None  # of the calls that the body makes
     _release: Callable[[Wakes], None] | None = None  # gives a task group's slot back
+    _object: CallCounter | None = None  # whose method this is
+    _gate: Gate[Any] | None = None  # of that object
     _light: bool = False  # needs a worker for a moment only: its body is a coroutine
     _body: CoroutineBody | None = None  # that coroutine, while it runs
     _over_waiters: list[Waiter] | None = None
@@ -224,6 +227,9 @@ class Call:
         if before == QUEUED:
             self._args = self._kwargs = self._context = None  # type: ignore[assignment]
             self._channel._call_left_queue(wakes)
+            if self._gate is not None and self._gate.parked:
+                # It may have held the gate's room without having started.
+                self._channel._hand_out(self._gate.admit())
             self._over(wakes)
 
     def _wake_dispatched(self, wakes: Wakes) -> None:
@@ -253,8 +259,9 @@ class Call:
         )
         self._settle(wakes, CANCELLED, error)
         self._channel._call_failed(error, wakes, cancelled=True)
-        if self._body is not None:
-            self._body.cancel(wakes)
+        body = self._body  # a worker may take it away meanwhile
+        if body is not None:
+            body.cancel(wakes)
         return True
 
     def _fail(self, wakes: Wakes, error: BaseException, traceback: TracebackType | None) -> None:
@@ -287,6 +294,8 @@ class Call:
         if self._release is not None:
             release, self._release = self._release, None
             release(wakes)
+        if self._object is not None:
+            self._object.call_over(wakes)
         if self._over_waiters is not None:
             waiters, self._over_waiters = self._over_waiters, None
             for waiter in waiters:

@@ -426,6 +426,8 @@ class TaskChannel:
         for ticket in self._order.turn_away():
             ticket.error = error
             ticket.waiter.wake(wakes)
+            if ticket.call._object is not None:
+                ticket.call._object.call_over(wakes)
 
     def _admit(self, wakes: Wakes) -> None:
         while (ticket := self._order.admit()) is not None:
@@ -435,14 +437,15 @@ class TaskChannel:
 
     def _give_up(self, ticket: Ticket[Call]) -> None:
         """The submitter was cancelled; nobody will have the future of a call that got in."""
+        wakes = Wakes()
         with LOCK:
             room = self._order.room
             if room and ticket in room:
                 room.remove(ticket)
-                return
-        wakes = Wakes()
-        with LOCK:
-            ticket.call._cancel(wakes, ": its submitter was cancelled")
+                if ticket.call._object is not None:
+                    ticket.call._object.call_over(wakes)
+            elif ticket.error is None:
+                ticket.call._cancel(wakes, ": its submitter was cancelled")
         wakes.pay()
 
     def _became_idle(self, wakes: Wakes) -> None:

@@ -8,7 +8,8 @@ import contextvars
 from collections.abc import Awaitable, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiocolocated import _compat, _contexts, _hostloop
+from aiocolocated import _compat, _contexts
+from aiocolocated._hostloop import HostLoop
 from aiocolocated._loops import LoopCallback, Wakes
 from aiocolocated._settings import LOCK
 from aiocolocated._types import RUNNING
@@ -51,13 +52,14 @@ class CoroutineBody:
         call: _Call,
         awaitable: Awaitable[Any],
         context: contextvars.Context,
+        host: HostLoop,
         config: _compat.Snapshot | None,
         options: tuple[tuple[str, Any], ...],
     ) -> None:
         self._call: Any = call
         self._awaitable: Awaitable[Any] | None = awaitable
         self._context = context
-        self._host = _hostloop.host_loop()
+        self._host = host
         self._stream = call._channel._stream
         self._task: asyncio.Task[None] | None = None
         self.config = config

@@ -12,6 +12,7 @@
       WorkerLimitError        too many bodies wait inside bodies   (also RuntimeError)
       ChannelClosedError      the channel was closed by us         (also anyio.ClosedResourceError)
       ChannelStoppedError     an earlier call broke an ``on_error="stop"`` channel
+      ObjectClosedError       the object was closed by us          (also anyio.ClosedResourceError)
       ArgumentError           an argument cannot be passed         (also TypeError)
         TracedCallError       called under jit, vmap or grad
       SpecError               shapes, dtypes, shardings or trees differ (also ValueError)
@@ -94,6 +95,10 @@ class ChannelClosedError(AiocolocatedError, anyio.ClosedResourceError):
 
 class ChannelStoppedError(AiocolocatedError):
     """An earlier call of an ``on_error="stop"`` channel failed or was cancelled."""
+
+
+class ObjectClosedError(AiocolocatedError, anyio.ClosedResourceError):
+    """The colocated object was closed; its methods take no more calls. Closing it twice is fine."""
 
 
 class ArgumentError(AiocolocatedError, TypeError):

@@ -16,6 +16,7 @@ from aiocolocated import _contexts, _readiness, _service
 from aiocolocated._calls import Call
 from aiocolocated._coroutines import CoroutineBody
 from aiocolocated._exceptions import BodyError, CallCancelledError
+from aiocolocated._hostloop import host_loop
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
 from aiocolocated._settings import LOCK
@@ -39,13 +40,15 @@ class RunnableCall(Call):
         value: Any = None
         arrays: Sequence[Any] = ()
         ready = True
+        late = self._body is not None
         local.call = self
         try:
-            if self._body is not None:
+            if late:
                 value, arrays = self._take_outcome()
             else:
                 self._started = monotonic()
-                if self._light and self._launch():
+                if self._light:
+                    self._launch()
                     local.call = None
                     return False
                 value, arrays = self._run_body()
@@ -59,10 +62,12 @@ class RunnableCall(Call):
         order = self._channel._order
         with LOCK:
             order.body_ended()
+            if self._gate is not None:
+                self._channel._hand_out(self._gate.leave())
             if error is not None:
                 if self._state == RUNNING:
                     self._fail(wakes, error, get_traceback(error))
-                elif self._light:
+                elif late:
                     self._report_late(error)
                 self._computed(wakes)
             elif ready:
@@ -72,7 +77,7 @@ class RunnableCall(Call):
                     order.pending
                     and self._owner is None
                     and self._release is None
-                    and not (self._wide or self._light)
+                    and not (self._wide or self._light or self._object)
                 ):
                     self._loop = None  # the common case of what follows
                 else:
@@ -101,6 +106,8 @@ class RunnableCall(Call):
         with LOCK:
             if self._channel._order.running is self:
                 self._channel._order.body_ended()
+                if self._gate is not None:
+                    self._channel._hand_out(self._gate.leave())
             self._fail(wakes, error, error.__traceback__)
             if self._owner is not None or self._loop is not None:
                 self._computed(wakes)
@@ -131,14 +138,15 @@ class RunnableCall(Call):
             del self, args, kwargs, context
         return plan.finish(value)
 
-    def _launch(self) -> bool:
-        """Make the coroutine and have the host's loop start it; false if it was cancelled already."""
+    def _launch(self) -> None:
+        """Make the coroutine and have the host's loop start it."""
         plan, args, kwargs = self._plan, self._args, self._kwargs
         context = self._context
         config, self._config = self._config, None
         self._args = self._kwargs = self._context = None  # type: ignore[assignment]
         try:
             assert context is not None
+            host = host_loop()  # first: without it nobody would close the coroutine
             options = context.get(_contexts.scope) or ()
             with _in_force(config, options):
                 if self._convert:
@@ -146,10 +154,9 @@ class RunnableCall(Call):
                 coroutine = context.run(context.run(plan.body), *args, **kwargs)
             if not inspect.isawaitable(coroutine):
                 raise TypeError(f"{plan.name} is a coroutine function, but gave {coroutine!r}")
-            body = CoroutineBody(self, coroutine, context, config, options)
+            body = CoroutineBody(self, coroutine, context, host, config, options)
             self._body = body
             body.start()
-            return True
         finally:
             del self, args, kwargs, context
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
@@ -37,13 +36,6 @@ ArrayImpl = _compat.ArrayImpl
 _tree_flatten = jax.tree_util.tree_flatten
 _get_running_loop = asyncio._get_running_loop
 _tracing = _compat.tracing
-# What would arrive unfinished: a forgotten await.
-_MUST_BE_AWAITED = (
-    types.CoroutineType,
-    types.GeneratorType,
-    types.AsyncGeneratorType,
-    asyncio.Future,
-)
 _create = ArrayFuture._create
 
 
@@ -68,9 +60,10 @@ class ColocatedFunction(Generic[P, R]):
         "_base",
         "_devices",
         "_in_specs",
+        "_keep",
         "_last",
-        "_light",
         "_out_specs_fn",
+        "_special",
     )
 
     def __init__(
@@ -79,13 +72,15 @@ class ColocatedFunction(Generic[P, R]):
         in_specs: Any = None,
         out_specs_fn: Callable[..., Any] | None = None,
         devices: Devices | None = None,
+        keep: object = None,
     ) -> None:
         self._base = base
+        self._keep = keep  # of a method, its object
         self._in_specs = in_specs
         self._out_specs_fn = out_specs_fn
         self._devices = devices
         self._last: Specialization | None = None
-        self._light = base.kind == "coroutine"
+        self._special = base.special
         functools.update_wrapper(self, base.function)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
@@ -117,8 +112,9 @@ class ColocatedFunction(Generic[P, R]):
         owner: Owner | None = None,
     ) -> ArrayFuture[Any]:
         """Make a call, for the current channel if none is given."""
+        base = self._base
         if _tracing():
-            raise _values.refuse_traced(self._base.name)
+            raise _values.refuse_traced(base.name)
         loop = _get_running_loop()
         if channel is None:
             channel = current_channel(loop)
@@ -147,15 +143,15 @@ class ColocatedFunction(Generic[P, R]):
                     code,
                     lasti,
                 )
-                if self._light:
-                    call._light = True
+                if self._special:
+                    base.mark(call)
                 return call  # type: ignore[no-any-return]
         plan, futures, convert = self._specialization(args, kwargs)
         if plan.per_call:
             plan, convert = plan.of_one_call(), True
         call = _create(plan, args, kwargs, channel, owner or current_owner(), loop, code, lasti)
-        if self._light:
-            call._light = True
+        if self._special:
+            base.mark(call)
         if convert:
             call._futures = futures or None
             call._convert = True
@@ -182,7 +178,7 @@ class ColocatedFunction(Generic[P, R]):
             elif _values.is_numpy(leaf):
                 parts.append((leaf.shape, leaf.dtype))
                 convert = True
-            elif isinstance(leaf, _MUST_BE_AWAITED):
+            elif isinstance(leaf, _values.REFUSED):
                 raise self._refused_argument(args, kwargs, leaf)
             else:
                 parts.append(None)  # a Python value: its specialization is that of any other value
@@ -205,13 +201,8 @@ class ColocatedFunction(Generic[P, R]):
     def _refused_argument(self, args: Args, kwargs: Kwargs, wrong: Any) -> ArgumentError:
         with_path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
         path = next(path for path, leaf in with_path if leaf is wrong)
-        if isinstance(wrong, types.CoroutineType):
-            wrong.close()
-        return ArgumentError(
-            f"call of {self._base.name}: {_specs.argument_path(path, self._base.function)} is a "
-            f"{type(wrong).__name__}: await it, or take its items, first; only array futures are "
-            "waited for"
-        )
+        where = _specs.argument_path(path, self._base.function)
+        return _values.refused(wrong, f"call of {self._base.name}: {where}")
 
     def _in_specs_key(self) -> Any:
         if self._in_specs is None:
@@ -310,6 +301,7 @@ class ColocatedFunction(Generic[P, R]):
             in_specs if in_specs is not None else self._in_specs,
             out_specs_fn or self._out_specs_fn,
             _specs.as_devices(devices) if devices is not None else self._devices,
+            self._keep,
         )
 
     async def map(self, *iterables: Iterable[Any], limit: int | None = None) -> list[R]:
@@ -431,48 +423,6 @@ def _spec_devices(in_specs: Any) -> Devices | None:
         None,
         _specs.argument_path,
     )
-
-
-def colocated_python(fun: Callable[P, R]) -> ColocatedFunction[P, R]:
-    """Make a function run on the hosts of its arguments' devices, awaitably.
-
-    The body sees :class:`jax.Array` arguments on CPU devices beside the accelerators (see
-    :func:`colocated_cpu_devices`), is ordinary Python, and returns a pytree. Its code is shipped by
-    value once, on first use: what it captures is copied, except arrays and jitted functions, which
-    are carried by reference in process. Keep what it shares with others in an importable module.
-
-    Args:
-        fun: a plain function. It is not changed.
-
-    Returns:
-        A function with the same signature that returns an :class:`ArrayFuture` at once.
-
-    Raises:
-        ArgumentError: ``fun`` is a class, a coroutine function, a generator function, or no callable.
-
-    Ordering: calls go to the current task channel: two calls of one task run one after the other,
-    in the order of the call expressions. ``gather(f(x), f(y))`` is *one* channel; for concurrency
-    use :meth:`TaskGroup.start_soon`, :meth:`ColocatedFunction.map`, or several channels or tasks.
-
-    Thread safety: may be called from any thread, with or without a loop.
-
-    Example:
-        >>> @colocated_python
-        ... def normalize(x):                      # x: u8[batch, pixel]
-        ...     return x.astype("float32") / 255
-        >>> y = await normalize(x)                 # y: f32[batch, pixel], on x's devices
-
-    Source: ``jax.experimental.colocated_python.colocated_python`` (JAX 0.10).
-
-    .. versionadded:: 0.1
-    """
-    if isinstance(fun, ColocatedFunction):
-        raise ArgumentError(f"{fun!r} is a colocated function already")
-    if isinstance(fun, type):
-        raise ArgumentError(f"colocated_python takes a function, got the class {fun.__qualname__}")
-    if not callable(fun):
-        raise ArgumentError(f"colocated_python takes a function, got {fun!r}")
-    return ColocatedFunction(FunctionCode(fun, inprocess_host()))
 
 
 class _JaxCacheHook:

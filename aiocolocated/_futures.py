@@ -119,7 +119,7 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
         finally:
             del self
 
-    def _suspend(self, phase: int) -> Generator[Any, None, None]:
+    def _suspend(self, phase: int, cancels: bool = True) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
         waiter = LoopWaiter(bridge_for(loop), loop.create_future())
         wait = body_wait.get()
@@ -135,15 +135,15 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
             try:
                 yield from waiter.future
             except BaseException as error:
-                self._drop_waiter(waiter, phase, cancelled=True)
-                if isinstance(error, asyncio.CancelledError):
-                    yield from self._clean_up()
+                self._drop_waiter(waiter, phase, cancelled=cancels)
+                if cancels and isinstance(error, asyncio.CancelledError):
+                    yield from self._clean_up().__await__()
                 raise
         finally:
             if body is not None and body._waiting_on is self:
                 body._waiting_on = None
 
-    def _clean_up(self) -> Generator[Any, None, None]:
+    async def _clean_up(self) -> None:
         """Wait for the clean-up of a coroutine that the last waiter's cancellation has cancelled.
 
         As a task does that awaits the coroutine itself. A second cancellation ends the wait.
@@ -157,7 +157,7 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
             if self._over_waiters is None:
                 self._over_waiters = []
             self._over_waiters.append(waiter)
-        yield from waiter.future
+        await waiter.future
 
     def _outcome(self) -> R_co:
         if self._state == READY:
@@ -354,6 +354,9 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
 
     # -- misuse in words --------------------------------------------------------------------------------
 
+    def __index__(self) -> NoReturn:
+        raise TypeError(f"an ArrayFuture is no number: await it first ({self!r})")
+
     def __bool__(self) -> NoReturn:
         raise TypeError(f"an ArrayFuture has no truth value: await it first ({self!r})")
 
@@ -381,14 +384,25 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
 class _Suspension:
     """Awaits one stage of a call from a coroutine."""
 
-    __slots__ = ("_call", "_phase")
+    __slots__ = ("_call", "_cancels", "_phase")
 
-    def __init__(self, call: ArrayFuture[Any], phase: int) -> None:
+    def __init__(self, call: ArrayFuture[Any], phase: int, cancels: bool = True) -> None:
         self._call = call
+        self._cancels = cancels
         self._phase = phase
 
     def __await__(self) -> Generator[Any, None, None]:
-        return self._call._suspend(self._phase)
+        return self._call._suspend(self._phase, self._cancels)
+
+
+async def wait_for_call(call: ArrayFuture[R]) -> R:
+    """Await a call that goes on when its waiter is cancelled."""
+    if call._state < READY:
+        await _Suspension(call, READY, cancels=False)
+    try:
+        return call._outcome()
+    finally:
+        del call
 
 
 def as_argument(future: ArrayFuture[R]) -> R:

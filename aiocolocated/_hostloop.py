@@ -8,7 +8,13 @@ and ends with the interpreter. It is uvloop's where that is installed.
 from __future__ import annotations
 
 import asyncio
+
+# Its exit hook has to come before the library's, to run after it: bodies use executors while the
+# interpreter waits for them, and uvloop cannot be imported then without it.
+import functools
+import logging
 import threading
+from collections.abc import Callable
 
 from aiocolocated import _service
 from aiocolocated._exceptions import ShutdownError
@@ -16,14 +22,16 @@ from aiocolocated._loops import LoopBridge, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._workers import pool
 
+logger = logging.getLogger("aiocolocated")
+
 
 class HostLoop:
     """A running loop, with the bridge that wakes it."""
 
     __slots__ = ("bridge", "loop", "ready")
 
-    def __init__(self) -> None:
-        self.loop = _new_loop()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self.bridge: LoopBridge | None = None
         self.ready = threading.Event()
 
@@ -40,7 +48,14 @@ class HostLoop:
             await stop.wait()
 
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(stay())
+            staying = runner.get_loop().create_task(stay())
+            while not (staying.done() or self.loop.is_closed()):
+                # A task or callback that a body has started may end a loop by SystemExit, and may
+                # stop it. Other bodies run on this one: it goes on.
+                try:
+                    self.loop.run_until_complete(staying)
+                except BaseException:
+                    logger.exception("something on the library's event loop tried to end it")
 
     def refused(self) -> None:
         """No thread could be started."""
@@ -48,12 +63,14 @@ class HostLoop:
         self.ready.set()
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+@functools.cache
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
         import uvloop
     except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 _current: HostLoop | None = None
@@ -67,12 +84,13 @@ def host_loop() -> HostLoop:
         RuntimeError: its thread could not be started.
     """
     global _current
+    new_loop = _loop_factory()  # an import, so not under the lock
     with LOCK:
         if pool.ended:
             raise ShutdownError("the interpreter is exiting: the library's event loop has ended")
         host = _current
         if host is None or host.loop.is_closed():
-            host = _current = HostLoop()
+            host = _current = HostLoop(new_loop())
             _service.start_thread(host.serve, "aiocolocated-loop", host.refused)
     host.ready.wait()
     if host.loop.is_closed():

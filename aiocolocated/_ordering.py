@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure state machines: the order of a channel's calls, and the gate for multi-device programs.
+"""Pure state machines: the order of a channel's calls, and gates across channels.
 
 No threads, no loop, no JAX: every decision is made here, under the caller's lock, and tested alone.
 """
@@ -19,6 +19,7 @@ class OrderedCall(Protocol):
     _blocked: int  # dependencies that are not dispatched yet
     _wide: bool  # a multi-device program, which needs the gate
     _light: bool  # its body is a coroutine
+    _gate: Gate[Any] | None  # of the object whose method it is
 
 
 C = TypeVar("C", bound=OrderedCall)
@@ -36,10 +37,11 @@ class Ticket(Generic[C]):
 
 
 class Gate(Generic[C]):
-    """Caps the multi-device programs of the process that are in flight at once.
+    """Caps what is under way at once, whichever channel it is in.
 
-    Too many collectives in flight hang JAX's CPU backend: each occupies threads of one pool until
-    all of its participants have arrived.
+    One gate caps the multi-device programs of the process: too many collectives in flight hang JAX's
+    CPU backend, because each occupies threads of one pool until all of its participants have arrived.
+    Every colocated object has one for the methods that run at once.
     """
 
     __slots__ = ("in_flight", "limit", "parked")
@@ -47,13 +49,13 @@ class Gate(Generic[C]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.in_flight = 0
-        self.parked: deque[ChannelOrder[C]] = deque()
+        self.parked: dict[ChannelOrder[C], None] = {}  # first come, first served
 
     def enter(self) -> None:
         self.in_flight += 1
 
     def leave(self) -> list[ChannelOrder[C]]:
-        """Count one program as ready; as :meth:`admit`."""
+        """Count one as over; as :meth:`admit`."""
         self.in_flight -= 1
         return self.admit()
 
@@ -66,10 +68,11 @@ class Gate(Generic[C]):
         claimed: list[ChannelOrder[C]] = []
         room = self.limit - self.in_flight
         while room > 0 and self.parked:
-            order = self.parked.popleft()
+            order = next(iter(self.parked))
+            del self.parked[order]
             if order.claim():
                 claimed.append(order)
-                room -= order.wide or order.queue[0]._wide
+                room -= order.needs(self)
         return claimed
 
 
@@ -165,6 +168,7 @@ class ChannelOrder(Generic[C]):
             or call._state != QUEUED
             or call._blocked
             or call._wide
+            or call._gate is not None
             or self.wide
             or self.in_flight
         ):  # not the common case
@@ -178,7 +182,14 @@ class ChannelOrder(Generic[C]):
         if call._wide or self.wide:
             call._wide = True
             self.gate.enter()
+        if call._gate is not None:
+            call._gate.enter()
         return call
+
+    def needs(self, gate: Gate[C]) -> bool:
+        """Whether the first call goes through ``gate``."""
+        call = self.queue[0]
+        return call._gate is gate or (gate is self.gate and (self.wide or call._wide))
 
     def _head(self) -> C | None:
         queue = self.queue
@@ -190,8 +201,10 @@ class ChannelOrder(Generic[C]):
             if call._blocked or self.in_flight >= self.max_in_flight:
                 return None
             if (call._wide or self.wide) and self.gate.in_flight >= self.gate.limit:
-                if self not in self.gate.parked:
-                    self.gate.parked.append(self)
+                self.gate.parked[self] = None
+                return None
+            if call._gate is not None and call._gate.in_flight >= call._gate.limit:
+                call._gate.parked[self] = None
                 return None
             return call
         return None

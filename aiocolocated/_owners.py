@@ -99,7 +99,16 @@ class _Report:
 class Owner:
     """A block that waits for its calls: what a ``TaskGroup`` and ``open_task_channel`` share."""
 
-    __slots__ = ("_failed", "_pruned_at", "_quiet", "closed", "given_up", "live", "parent")
+    __slots__ = (
+        "_failed",
+        "_pruned_at",
+        "_quiet",
+        "_streams",
+        "closed",
+        "given_up",
+        "live",
+        "parent",
+    )
 
     def __init__(self, parent: Owner | None) -> None:
         self.parent = parent
@@ -109,6 +118,19 @@ class Owner:
         self._quiet: list[Any] = []  # waiters for live == 0
         self._failed: list[FailureReport] = []
         self._pruned_at = 16
+        self._streams: weakref.WeakSet[Any] | None = None
+
+    def add_stream(self, source: Any) -> None:
+        """Have leaving the block close a stream."""
+        if self._streams is None:
+            self._streams = weakref.WeakSet()
+        self._streams.add(source)
+
+    def close_streams(self) -> None:
+        """Begin to close the streams that were opened in the block; their closing counts as live."""
+        for source in list(self._streams or ()):
+            if not source.ended:
+                source.close()
 
     # All under the lock.
 

@@ -31,10 +31,6 @@ def futures_among(args: Args, kwargs: Kwargs) -> list[Call]:
     return [x for x in _tree_flatten((args, kwargs))[0] if type(x) is ArrayFuture]
 
 
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
-
-
 def collect(
     name: str, value: Any, place: Callable[[Any, Any], Any] | None = None
 ) -> tuple[Any, list[Any]]:
@@ -48,23 +44,15 @@ def collect(
             arrays.append(array)
         elif _values.is_numpy(leaf):
             numpy_seen = True
-        elif isinstance(
-            leaf,
-            (
-                ArrayFuture,
-                asyncio.Future,
-                types.CoroutineType,
-                types.GeneratorType,
-                types.AsyncGeneratorType,
-            ),
-        ):
+        elif type(leaf) is ArrayFuture or isinstance(leaf, _values.REFUSED):
             for other in leaves:
                 if isinstance(other, types.CoroutineType):
                     other.close()
-            raise ArgumentError(
-                f"{name} returned {_a(type(leaf).__name__)}: a body returns arrays and plain values. "
-                "Call result() on a nested future"
-            )
+            if type(leaf) is ArrayFuture:
+                raise ArgumentError(
+                    f"{name} returned an ArrayFuture: call its result(), or await it, in the body"
+                )
+            raise _values.refused(leaf, f"what {name} returned")
     if numpy_seen and place is not None:
         with_path, tree = jax.tree_util.tree_flatten_with_path(value)
         placed = [place(x, path) if _values.is_numpy(x) else x for path, x in with_path]

@@ -48,11 +48,28 @@ class CallChannel(Protocol):
     def _leave_gate(self) -> None:
         """A multi-device program is computed."""
 
+    def _hand_out(self, orders: list[ChannelOrder[Any]]) -> None:
+        """Have workers serve channels that a gate has admitted."""
+
     def _refuse_own_body(self, what: str) -> None:
         """Refuse a wait inside a body of this channel."""
 
     def _give_up(self, ticket: Ticket[Any]) -> None:
         """A submitter that waits for room was cancelled."""
+
+
+class CallCounter(Protocol):
+    """What must know of its calls: an object of its methods'. All under the lock."""
+
+    def call_taken(self) -> None:
+        """A call has got its place.
+
+        Raises:
+            ObjectClosedError: no more calls are taken.
+        """
+
+    def call_over(self, wakes: Wakes) -> None:
+        """A call is over and nothing of it runs."""
 
 
 class Plan(Protocol):

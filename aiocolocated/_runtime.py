@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from time import monotonic
 from typing import Unpack, final
 
@@ -227,6 +228,15 @@ _submission.slow_call_watch = _watch_slow_calls
 # --- exit ----------------------------------------------------------------------------------------------
 
 
+_before_exit: list[Callable[[], None]] = []
+
+
+def before_exit(function: Callable[[], None]) -> Callable[[], None]:
+    """Call ``function`` at interpreter exit, when no call is in flight; it may submit some."""
+    _before_exit.append(function)
+    return function
+
+
 def _at_exit() -> None:
     """Wait for submitted calls, then end the threads; runs before the interpreter joins threads."""
     if _settings.forked:
@@ -238,7 +248,7 @@ def _at_exit() -> None:
     deadline = None if grace is None else monotonic() + grace
     interrupted = False
     try:
-        while _busy():
+        while _busy() or _run_before_exit():
             if deadline is not None and monotonic() >= deadline:
                 interrupted = True
                 break
@@ -253,6 +263,12 @@ def _at_exit() -> None:
         pool.stop()
     _owners.report_unretrieved()
     _service.stop()
+
+
+def _run_before_exit() -> bool:
+    for function in _before_exit:
+        function()
+    return _busy()
 
 
 def _busy() -> bool:

@@ -102,13 +102,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
             # cloudpickle drops the file's name, and with it the source lines of tracebacks.
             with contextlib.suppress(ValueError):  # made by a tool, with constants of other kinds
                 return marshal.loads, (marshal.dumps(obj),)
-        if isinstance(obj, types.FunctionType) and (depth := _decorators_of(obj)):
+        if isinstance(obj, (types.FunctionType, type)) and (depth := _decorators_of(obj)):
             return _find_decorated, (obj.__module__, obj.__qualname__, depth)
         return super().reducer_override(obj)
 
 
-def _decorators_of(function: types.FunctionType) -> int:
-    """How many decorators are around a function under its name in an importable module.
+def _decorators_of(function: types.FunctionType | type) -> int:
+    """How many decorators are around a function or class under its name in an importable module.
 
     cloudpickle takes functions of such modules by reference, but only if it finds them under their
     name. That is where a colocated function is, so it would copy the body and the module's globals.

@@ -189,7 +189,7 @@ def no_devices(name: str) -> SpecError:
     )
 
 
-def kind_of(function: Callable[..., Any]) -> Kind:
+def kind_of(function: Any) -> Kind:
     """What calling a function gives; also for callable objects."""
     for kind, test in _TESTS:
         if test(function) or test(getattr(type(function), "__call__", None)):  # noqa: B004
@@ -200,16 +200,33 @@ def kind_of(function: Callable[..., Any]) -> Kind:
 class FunctionCode:
     """What all specializations of one function share: its code and its cache."""
 
-    __slots__ = ("__weakref__", "_shipped", "body", "cache", "function", "host", "kind", "name")
+    __slots__ = (
+        "__weakref__",
+        "_shipped",
+        "body",
+        "cache",
+        "function",
+        "host",
+        "kind",
+        "name",
+        "object",
+        "special",
+    )
 
     def __init__(self, function: Callable[..., Any], host: Host) -> None:
         self.function = function
         self.kind = kind_of(function)
+        self.special = self.kind == "coroutine"
+        self.object: Any = None  # of a method
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.host = host
         self.body: Callable[..., Any] | None = None
         self._shipped: Shipped | None = None  # keeps it on the host
         self.cache: _cache.SpecializationCache[Specialization] = _cache.SpecializationCache()
+
+    def mark(self, call: Call) -> None:
+        """Note at a call what few calls have, if ``special``."""
+        call._light = self.kind == "coroutine"
 
     def check_signature(self, args: Args, kwargs: Kwargs) -> None:
         """Refuse arguments that the function does not take, at the call and not in its body."""

@@ -23,7 +23,7 @@ from aiocolocated._owners import Owner
 from aiocolocated._protocols import CallChannel
 from aiocolocated._settings import LOCK
 from aiocolocated._types import READY
-from aiocolocated._waiters import LoopWaiter, ThreadWaiter, Waiter, waiting
+from aiocolocated._waiters import LoopWaiter, ThreadWaiter, Waiter, waiting, waiting_body
 from aiocolocated._workers import local, pool
 
 C = TypeVar("C", bound=Call)
@@ -51,8 +51,12 @@ def enqueue(call: Call, make_waiter: Callable[[], Waiter] | None = None) -> Tick
                     "Use 'await channel.submit(...)' to wait for room."
                 )
             ticket = Ticket(call, make_waiter())
+            if call._object is not None:
+                call._object.call_taken()
             order.wait_for_room(ticket)
             return ticket
+        if call._object is not None:
+            call._object.call_taken()
         take(call)
         if order.push(call):
             pool.schedule(channel)
@@ -104,7 +108,7 @@ def _refuse(channel: CallChannel) -> None:
         raise ChannelClosedError(f"channel {channel.name!r} is closed")
     if channel._order.stopped is not None:
         raise stopped_error(channel.name, channel._order.stopped)
-    if shutting_down and local.call is None:
+    if shutting_down and local.call is None and waiting_body() is None:
         raise ShutdownError("the interpreter is exiting: no new calls are taken")
 
 

@@ -100,6 +100,7 @@ class TaskGroup(asyncio.TaskGroup):
                 self._owner.given_up = True
             if error is not None:
                 cancel_owned(self._owner, "its task group failed")
+            self._owner.close_streams()
             was_cancelled = isinstance(error, asyncio.CancelledError)
             cancelled = await settle_owned(self._owner, cancelled=was_cancelled)
             leave_owner(self._owner)
@@ -185,7 +186,7 @@ class TaskGroup(asyncio.TaskGroup):
         if self._keeper.done():  # all was over when the block was left, but for a task
             self._start_keeper()
         frame = sys._getframe(1)
-        prepare = fn._prepare_call if isinstance(fn, ColocatedFunction) else RunPlan(fn).prepare
+        prepare = getattr(fn, "_prepare_call", None) or RunPlan(fn).prepare
         call: ArrayFuture[Any] = prepare(
             new_channel(), args, kwargs, frame.f_code, frame.f_lasti, self._owner
         )

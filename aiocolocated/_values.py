@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import types
 from typing import Any
 
 import jax
@@ -84,9 +86,43 @@ def array_of(leaf: Any) -> Any:
     return None
 
 
+# What would arrive unfinished, a forgotten await say, or has to stay where it is: type -> what to do.
+_UNFINISHED: dict[type[Any], str] = {
+    types.CoroutineType: "await it first",
+    types.GeneratorType: "take its items first",
+    types.AsyncGeneratorType: "take its items first",
+    asyncio.Future: "await it first; only array futures are waited for",
+}
+REFUSED: tuple[type[Any], ...] = tuple(_UNFINISHED)
+
+
+def refuse(kind: type[Any], instead: str) -> None:
+    """Take no instances of ``kind`` as arguments or results."""
+    global REFUSED
+    _UNFINISHED[kind] = instead
+    REFUSED = tuple(_UNFINISHED)
+
+
+def refused(leaf: Any, where: str) -> ArgumentError:
+    """The error for an instance of ``REFUSED``."""
+    if isinstance(leaf, types.CoroutineType):
+        leaf.close()  # or Python says that it was never awaited
+    instead = next(words for kind, words in _UNFINISHED.items() if isinstance(leaf, kind))
+    return ArgumentError(f"{where} is {_a(type(leaf).__name__)}: {instead}")
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
 def refuse_traced(name: str) -> TracedCallError:
     return TracedCallError(
         f"{name} was called while JAX traces (jit, vmap, grad, scan, ...). A colocated call is ordinary "
         "Python on concrete arrays: call it outside, or use jax.experimental.io_callback or "
         "jax.pure_callback inside."
     )
+
+
+def refuse_argument(leaf: Any, where: str) -> None:
+    if isinstance(leaf, REFUSED):
+        raise refused(leaf, f"an argument of the {where}")

@@ -250,12 +250,13 @@ async def _wait_all(
             idle = True
     for future in others:
         future.add_done_callback(other_done)
-    cancelled = False
+    cancelled = cleans_up = False
     try:
         if not idle:
             await countdown.future
-    except BaseException:
+    except BaseException as error:
         cancelled = True
+        cleans_up = cancels and isinstance(error, asyncio.CancelledError)
         for future in others:
             future.cancel()
         raise
@@ -265,6 +266,9 @@ async def _wait_all(
         for call, entry in entries:
             if call._state < READY:
                 call._drop_waiter(entry, READY, cancelled=cancelled and cancels)
+        if cleans_up:
+            for call, _ in entries:
+                await call._clean_up()
 
 
 def _raise_first(items: Sequence[Any]) -> None:
@@ -405,3 +409,6 @@ async def as_completed(
         collector.waiting = None
         for call, entry in entries.values():
             call._drop_waiter(entry, READY, cancelled=cancelled)
+        if cancelled:
+            for call, _ in entries.values():
+                await call._clean_up()

@@ -166,10 +166,9 @@ class Worker:
             if wakes:
                 wakes.pay()
             served = True
+            settled = True
             try:
-                if not call._execute(wakes):
-                    self.call = None
-                    return
+                settled = call._execute(wakes)
             except BaseException as error:
                 # A bug of ours must not take the thread, the channel and the waiters with it.
                 logger.exception("internal error in a worker")
@@ -179,6 +178,8 @@ class Worker:
             if self.stuck:
                 with LOCK:
                     pool.unstick(self)
+            if not settled:
+                return
 
 
 class Pool:

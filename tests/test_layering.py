@@ -41,7 +41,18 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_runtime",
     ),
     "L3": ("hosts/*",),
-    "L4": ("_devices", "_specializations", "_functions", "_taskgroups", "_waiting"),
+    "L4": (
+        "_devices",
+        "_specializations",
+        "_functions",
+        "_taskgroups",
+        "_waiting",
+        "_lifetimes",
+        "_streams",
+        "_decorators",
+        "_objects",
+        "_classes",
+    ),
     "L5": ("from_thread", "__init__", "testing/*"),
 }
 ORDER = [entry for layer in LAYERS.values() for entry in layer]

@@ -22,6 +22,7 @@ _DESCRIPTORS = "/proc/self/fd"
 # A pool's idle thread waits for work in one of these: (end of file name, function).
 _POOLS = {
     "asyncio_": ("concurrent/futures/thread.py", "_worker"),
+    "uvloop_": ("concurrent/futures/thread.py", "_worker"),
     "AnyIO worker thread": ("anyio/_backends/_asyncio.py", "run"),
 }
 _WAITING = ("threading.py", "queue.py", "blockbuster.py")

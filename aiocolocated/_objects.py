@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of an object on a host: made at its first method call, closed when its calls are over."""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiocolocated import _service
+from aiocolocated._channels import new_channel
+from aiocolocated._exceptions import ObjectClosedError
+from aiocolocated._futures import ArrayFuture
+from aiocolocated._lifetimes import HERE, dropped_gate, track, untrack
+from aiocolocated._loops import Wakes
+from aiocolocated._ordering import Gate
+from aiocolocated._settings import LOCK
+from aiocolocated._specializations import FunctionCode, Kind, kind_of
+from aiocolocated._submission import take
+from aiocolocated._workers import pool
+
+if TYPE_CHECKING:
+    from aiocolocated._calls import Call
+    from aiocolocated.hosts.base import Host, Shipped
+
+_SELF = object()  # stands for the instance where only a method's other parameters matter
+
+
+class HostObject:
+    """One object, as its host sees it.
+
+    Calls hold it, whoever else does; what the user holds is a :class:`Handle`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_args",
+        "_kwargs",
+        "_lock",
+        "calls",
+        "closing",
+        "cls",
+        "ended",
+        "gate",
+        "host",
+        "instance",
+        "made",
+        "methods",
+        "name",
+        "shipped",
+        "streams",
+    )
+
+    def __init__(
+        self,
+        cls: type[Any],
+        host: Host,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        max_concurrency: int,
+    ) -> None:
+        self.cls = cls
+        self.host = host
+        self.name = cls.__qualname__
+        self.gate: Gate[Any] = Gate(max_concurrency)
+        self.calls = 0  # submitted, or waiting for room, and not over
+        self.closing: ArrayFuture[None] | None = None  # the call that closes it
+        self.instance: Any = None
+        self.made = False
+        self.ended = False  # objects do not, by themselves
+        self.shipped: Shipped | None = None
+        self.methods: dict[str, MethodCode] = {}
+        self.streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of its generator methods
+        self._args = args
+        self._kwargs = kwargs
+        self._lock = threading.Lock()
+        track(self)
+
+    # -- on the host ------------------------------------------------------------------------------
+
+    def get(self) -> Any:
+        """The instance, made if there is none (worker thread).
+
+        Raises:
+            Exception: the constructor's; the next call tries again.
+        """
+        with self._lock:
+            if not self.made:
+                if self.shipped is None:
+                    self.shipped = self.host.load(self.cls)
+                assert self.shipped.body is not None
+                self.instance = self.shipped.body(*self._args, **self._kwargs)
+                self.made = True
+                self._args, self._kwargs = (), {}
+                with LOCK:
+                    _service.watch(+1)  # until it is closed: its handle's finalizer says so there
+            return self.instance
+
+    def forget(self) -> None:
+        """Drop the instance; what it has for a ``__del__`` runs here (worker thread)."""
+        for method in self.methods.values():
+            method.body = None
+        self.instance = None
+        with LOCK:
+            _service.watch(-1)
+
+    # -- counting (under the lock) ------------------------------------------------------------------
+
+    def call_taken(self) -> None:
+        """A call has got its place, or waits for one."""
+        if self.closing is not None:
+            raise ObjectClosedError(f"the {self.name} object is closed: its methods take no calls")
+        self.calls += 1
+
+    def call_over(self, wakes: Wakes) -> None:
+        """A call is over."""
+        self.calls -= 1
+        closing = self.closing
+        if closing is not None and not self.calls:
+            closing._blocked -= 1
+            closing._channel._resume()
+
+    # -- closing ----------------------------------------------------------------------------------
+
+    def close(self, *, dropped: bool = False) -> ArrayFuture[None]:
+        """Take no more calls; the call that closes the instance once those taken are over."""
+        with LOCK:
+            if self.closing is None:
+                for source in list(self.streams):
+                    if not source.ended:
+                        source.close()
+                untrack(self)
+                plan = ClosePlan(self)
+                call: ArrayFuture[None] = ArrayFuture._create(
+                    plan, (), {}, new_channel(f"close {self.name}"), None, None, HERE, 0
+                )
+                call._light = plan.light
+                call._blocked = bool(self.calls)
+                call._gate = dropped_gate if dropped else None
+                self.closing = call
+                take(call)
+                if call._channel._order.push(call):
+                    pool.schedule(call._channel)
+            return self.closing
+
+
+class ClosePlan:
+    """Closes an instance (a ``Plan``): its ``aclose`` or ``close``, then its destructor."""
+
+    __slots__ = ("_object", "host", "light", "name")
+    devices = None
+    dispatches = False
+
+    def __init__(self, owner: HostObject) -> None:
+        self._object = owner
+        self.host = owner.host.name
+        self.name = f"{owner.name}.aclose"
+        self.light = kind_of(getattr(owner.cls, "aclose", None)) == "coroutine"
+
+    def body(self) -> Callable[..., Any]:
+        return self._aclose if self.light else self._close
+
+    async def _aclose(self) -> None:
+        if self._object.made:
+            try:
+                await self._object.instance.aclose()
+            except BaseException:
+                self._object.forget()
+                raise
+
+    def _close(self) -> None:
+        if self._object.made:
+            try:
+                for name in ("aclose", "close"):
+                    close = getattr(self._object.instance, name, None)
+                    if close is not None:
+                        close()
+                        break
+                del close
+            finally:
+                self._object.forget()
+
+    def futures(self, args: Any, kwargs: Any) -> Sequence[Any]:
+        return ()
+
+    def bind(self, args: Any, kwargs: Any, values: Any) -> Any:
+        return args, kwargs
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        if self._object.instance is not None:  # after `_aclose`: not on the loop, it may take long
+            self._object.forget()
+        return None, ()
+
+
+class MethodCode(FunctionCode):
+    """What all specializations of one method of one object share."""
+
+    __slots__ = ("_getter",)
+
+    def __init__(
+        self,
+        owner: HostObject,
+        name: str,
+        function: Callable[..., Any],
+        getter: Callable[[Any], Callable[..., Any]],
+        kind: Kind | None = None,
+    ) -> None:
+        # The signature without `self`, whatever that is.
+        super().__init__(types.MethodType(function, _SELF), owner.host)
+        self.name = f"{owner.name}.{name}"
+        self.kind = kind or self.kind
+        self.special = True
+        self.object = owner
+        self._getter = getter
+
+    def load(self) -> Callable[..., Any]:
+        return self._make_and_call  # called where the body is: in its context and configuration
+
+    def _make_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.body = self._getter(self.object.get())
+            return self.body(*args, **kwargs)
+        finally:
+            del self, args, kwargs  # a traceback keeps this frame
+
+    def mark(self, call: Call) -> None:
+        super().mark(call)
+        call._object = self.object
+        call._gate = self.object.gate
