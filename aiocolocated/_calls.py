@@ -12,7 +12,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from aiocolocated import _compat, _settings
-from aiocolocated._coroutines import CoroutineBody
+from aiocolocated._coroutines import CoroutineBody, OneTask
 from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._loops import Wakes
 from aiocolocated._ordering import Gate
@@ -82,6 +82,7 @@ class Call:
     _gate: Gate[Any] | None = None  # of that object
     _light: bool = False  # needs a worker for a moment only: its body is a coroutine
     _body: CoroutineBody | None = None  # that coroutine, while it runs
+    _one_task: OneTask | None = None  # where it runs, if not in a task of its own
     _over_waiters: list[Waiter] | None = None
 
     @classmethod

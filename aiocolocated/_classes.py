@@ -340,10 +340,14 @@ def _namespace(cls: type[Any], devices: Devices | None) -> dict[str, Any]:
         "__qualname__": cls.__qualname__,
         "__wrapped__": cls,
     }
-    for name in dir(cls):
-        attribute = inspect.getattr_static(cls, name)
-        if name in _NOT_PROXIED and name != "__call__":
+    fields = _annotated(cls)
+    for name in dict.fromkeys((*dir(cls), *fields)):
+        if name in _NOT_PROXIED:
             continue
+        if name in fields:  # of the instance, whatever default the class has for it
+            namespace[name] = _Property(name)
+            continue
+        attribute = inspect.getattr_static(cls, name)
         if name in _SYNCHRONOUS:
             way = f"Python wants a plain value at once; use 'await obj.{name}(...)'"
             if name in ("__next__", "__anext__"):
@@ -371,6 +375,16 @@ def _namespace(cls: type[Any], devices: Devices | None) -> dict[str, Any]:
         way = "use 'async for', or from_thread.iterate(obj) where there is no loop"
         namespace["__iter__"] = _refusal("__iter__", "iterating", way)
     return namespace
+
+
+def _annotated(cls: type[Any]) -> set[str]:
+    """Names that a class annotates as attributes of its instances."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        for name, annotation in inspect.get_annotations(base).items():
+            if "ClassVar" not in str(annotation):
+                found.add(name)
+    return found
 
 
 def _aiter(self: ColocatedObject) -> Any:

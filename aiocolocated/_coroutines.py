@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiocolocated import _compat, _contexts
 from aiocolocated._hostloop import HostLoop
 from aiocolocated._loops import LoopCallback, Wakes
-from aiocolocated._settings import LOCK
 from aiocolocated._types import RUNNING
 from aiocolocated._waiters import BodyWait, body_wait
 from aiocolocated._workers import pool
@@ -39,6 +39,7 @@ class CoroutineBody:
         "_call",
         "_context",
         "_host",
+        "_one_task",
         "_stream",
         "_task",
         "config",
@@ -55,21 +56,26 @@ class CoroutineBody:
         host: HostLoop,
         config: _compat.Snapshot | None,
         options: tuple[tuple[str, Any], ...],
+        one_task: OneTask | None = None,
     ) -> None:
         self._call: Any = call
         self._awaitable: Awaitable[Any] | None = awaitable
         self._context = context
         self._host = host
         self._stream = call._channel._stream
-        self._task: asyncio.Task[None] | None = None
+        self._one_task = one_task
+        self._task: asyncio.Task[None] | _Turn | None = None
         self.config = config
         self.options = options
         self.value: Any = None
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Have the loop start it (worker thread)."""
-        self._tell(self._start)
+        """Have the loop start it (worker thread, or the loop's)."""
+        if asyncio._get_running_loop() is self._host.loop:
+            self._start(None)
+        else:
+            self._tell(self._start)
 
     def cancel(self, wakes: Wakes) -> None:
         """Have the loop cancel it (any thread, under the lock)."""
@@ -89,9 +95,10 @@ class CoroutineBody:
             self._ended()
             return
         name = f"aiocolocated {self._call._plan.name}"
-        self._task = self._host.loop.create_task(self._run(), name=name, context=self._context)
+        where = self._one_task or self._host.loop
+        self._task = where.create_task(self._run(), name=name, context=self._context)
         # Also when it is cancelled before its first step.
-        self._task.add_done_callback(self._ended, context=self._context)
+        self._task.add_done_callback(self._ended, context=contextvars.Context())
 
     def _cancel(self, _: object) -> None:
         if self._task is not None:
@@ -149,8 +156,99 @@ class CoroutineBody:
             self.error = asyncio.CancelledError()
         call, self._call = self._call, None
         self._task = None
-        with LOCK:
-            pool.schedule(call._channel)  # to settle: checking a result may take long
+        pool.go_on(call._channel)
+
+
+class OneTask:
+    """Runs coroutine bodies one after the other in one task of the host's loop.
+
+    For the steps of an asynchronous generator: a timeout or task group that is open across a
+    ``yield`` belongs to the task that entered it.
+    """
+
+    __slots__ = ("_current", "_next", "_stopped", "_task", "_wake")
+
+    def __init__(self) -> None:
+        self._current: _Turn | None = None
+        self._next: _Turn | None = None
+        self._stopped = False
+        self._task: asyncio.Task[None] | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    def create_task(
+        self, coroutine: Coroutine[Any, Any, None], *, name: str, context: contextvars.Context
+    ) -> _Turn:
+        """Run a coroutine when the one before it is over (on the loop)."""
+        step = self._next = _Turn(self, coroutine)
+        if self._task is None or self._task.done():  # after `stop`, what was read ahead
+            self._task = asyncio.get_running_loop().create_task(
+                self._run(), name=name, context=context
+            )
+        self._go_on()
+        return step
+
+    def stop(self) -> None:
+        """End the task when what it runs is over (on the loop)."""
+        self._stopped = True
+        self._go_on()
+
+    def cancel(self, step: _Turn) -> None:
+        if self._task is not None and self._current is step:
+            self._task.cancel()
+
+    def _go_on(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            step, self._next = self._next, None
+            if step is not None:
+                self._current = step
+                await step.run()
+                self._current = None
+                while task.cancelling():  # that was meant for the step
+                    task.uncancel()
+                step.over()
+                del step
+            elif self._stopped:
+                return
+            else:
+                self._wake = task.get_loop().create_future()
+                await self._wake
+
+
+class _Turn:
+    """What :class:`OneTask` runs, with as much of a task's interface as its user needs."""
+
+    __slots__ = ("_callback", "_cancelled", "_coroutine", "_one_task")
+
+    def __init__(self, one_task: OneTask, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._one_task = one_task
+        self._coroutine = coroutine
+        self._cancelled = False
+        self._callback: Callable[[], object] = lambda: None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._one_task.cancel(self)
+
+    def add_done_callback(
+        self, function: Callable[[object], object], *, context: contextvars.Context
+    ) -> None:
+        call_soon = asyncio.get_running_loop().call_soon
+        self._callback = partial(call_soon, function, None, context=context)
+
+    async def run(self) -> None:
+        if self._cancelled:
+            self._coroutine.close()
+        else:
+            await self._coroutine  # raises nothing
+
+    def over(self) -> None:
+        self._callback()
 
 
 def _step(steps: Generator[Any, Any, Any], sent: Any, thrown: BaseException | None) -> Any:

@@ -12,24 +12,32 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
-from aiocolocated import _contexts, _readiness, _service
+from aiocolocated import _compat, _contexts, _readiness, _service, _settings, _shipping, _specs
 from aiocolocated._calls import Call
 from aiocolocated._coroutines import CoroutineBody
 from aiocolocated._exceptions import BodyError, CallCancelledError
 from aiocolocated._hostloop import host_loop
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
+from aiocolocated._protocols import Args, Kwargs
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, READY, RUNNING
 from aiocolocated._workers import local, pool
 
 _PACKAGE = __name__.partition(".")[0]
+ArrayImpl = _compat.ArrayImpl
 
 
 class RunnableCall(Call):
     """A call that a worker can execute."""
 
     __slots__ = ()
+
+    def _is_quick(self) -> bool:
+        body = self._body
+        if body is not None:  # it has ended
+            return body.error is None and type(body.value) in _QUICK_RESULTS
+        return self._light and not self._convert and self._config is None and self._plan.is_loaded()
 
     def _execute(self, wakes: Wakes) -> bool:
         """Run the body and settle; false if a coroutine goes on by itself.
@@ -124,12 +132,16 @@ class RunnableCall(Call):
             if config is None and not options:
                 if self._convert:
                     args, kwargs = self._bind(args, kwargs)
+                if plan.ships and _settings.current.strict:
+                    args, kwargs = self._ship(args, kwargs)
                 value = context.run(body, *args, **kwargs)
             else:
                 # Placing NumPy values depends on the configuration, too.
                 with _contexts.in_force(config, options or ()):
                     if self._convert:
                         args, kwargs = self._bind(args, kwargs)
+                    if plan.ships and _settings.current.strict:
+                        args, kwargs = self._ship(args, kwargs)
                     value = context.run(body, *args, **kwargs)
                     del args, kwargs
                     args, kwargs = (), {}
@@ -151,10 +163,12 @@ class RunnableCall(Call):
             with _in_force(config, options):
                 if self._convert:
                     args, kwargs = self._bind(args, kwargs)
+                if plan.ships and _settings.current.strict:
+                    args, kwargs = self._ship(args, kwargs)
                 coroutine = context.run(context.run(plan.body), *args, **kwargs)
             if not inspect.isawaitable(coroutine):
                 raise TypeError(f"{plan.name} is a coroutine function, but gave {coroutine!r}")
-            body = CoroutineBody(self, coroutine, context, host, config, options)
+            body = CoroutineBody(self, coroutine, context, host, config, options, self._one_task)
             self._body = body
             body.start()
         finally:
@@ -176,6 +190,13 @@ class RunnableCall(Call):
                 return self._plan.finish(body.value)
         finally:
             del self, body, error
+
+    def _ship(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Arguments by value, as another host would see them."""
+        shipped: tuple[Args, Kwargs] = _shipping.by_value(
+            (args, kwargs), f"call of {self._plan.name}", _specs.argument_path
+        )
+        return shipped
 
     def _bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -242,6 +263,10 @@ class RunnableCall(Call):
                     self._settle(wakes, READY, self._value)
             self._computed(wakes)
         wakes.pay()
+
+
+# Results that need no more than a look.
+_QUICK_RESULTS = frozenset({ArrayImpl, type(None), bool, int, float, str})
 
 
 # Calls whose body has returned and whose arrays are computing; for `runtime.calls()` and exit.

@@ -8,13 +8,14 @@ and ends with the interpreter. It is uvloop's where that is installed.
 from __future__ import annotations
 
 import asyncio
-
-# Its exit hook has to come before the library's, to run after it: bodies use executors while the
-# interpreter waits for them, and uvloop cannot be imported then without it.
 import functools
 import logging
 import threading
 from collections.abc import Callable
+
+# For its exit hook, which has to be registered before the library's, to run after it: bodies use
+# executors while the interpreter waits for them, and uvloop is imported then.
+from concurrent.futures import thread as _  # noqa: F401
 
 from aiocolocated import _service
 from aiocolocated._exceptions import ShutdownError

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiocolocated import _service
+from aiocolocated import _service, _settings, _shipping, _specs
 from aiocolocated._channels import new_channel
 from aiocolocated._exceptions import ObjectClosedError
 from aiocolocated._futures import ArrayFuture
@@ -91,7 +91,11 @@ class HostObject:
                 if self.shipped is None:
                     self.shipped = self.host.load(self.cls)
                 assert self.shipped.body is not None
-                self.instance = self.shipped.body(*self._args, **self._kwargs)
+                args, kwargs = self._args, self._kwargs
+                if _settings.current.strict:
+                    where = f"constructor of {self.name}"
+                    args, kwargs = _shipping.by_value((args, kwargs), where, _specs.argument_path)
+                self.instance = self.shipped.body(*args, **kwargs)
                 self.made = True
                 self._args, self._kwargs = (), {}
                 with LOCK:
@@ -151,6 +155,7 @@ class ClosePlan:
 
     __slots__ = ("_object", "host", "light", "name")
     devices = None
+    ships = False
     dispatches = False
 
     def __init__(self, owner: HostObject) -> None:
@@ -158,6 +163,9 @@ class ClosePlan:
         self.host = owner.host.name
         self.name = f"{owner.name}.aclose"
         self.light = kind_of(getattr(owner.cls, "aclose", None)) == "coroutine"
+
+    def is_loaded(self) -> bool:
+        return False
 
     def body(self) -> Callable[..., Any]:
         return self._aclose if self.light else self._close

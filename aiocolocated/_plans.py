@@ -66,6 +66,7 @@ class RunPlan:
 
     __slots__ = ("_function", "host", "name")
     devices = None
+    ships = False
     dispatches = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -102,6 +103,9 @@ class RunPlan:
         if call._convert:
             call._futures = self.futures(args, kwargs)
         return call
+
+    def is_loaded(self) -> bool:
+        return True
 
     def body(self) -> Callable[..., Any]:
         return self._function

@@ -91,8 +91,17 @@ class Plan(Protocol):
         ...
 
     @property
+    def ships(self) -> bool:
+        """Whether plain Python arguments go by value, in strict mode and to other hosts."""
+        ...
+
+    @property
     def dispatches(self) -> bool:
         """Whether the body is a JAX program, so that its arrays say which devices it runs on."""
+        ...
+
+    def is_loaded(self) -> bool:
+        """Whether ``body()`` takes a moment."""
         ...
 
     def body(self) -> Callable[..., Any]:

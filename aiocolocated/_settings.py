@@ -31,6 +31,10 @@ class Settings:
         exit_grace: seconds that interpreter exit waits for submitted calls; ``None`` without limit.
         multi_device_in_flight: programs over several devices, dispatched through
             :meth:`TaskChannel.run`, that may be in flight at once in the process.
+        strict: plain Python values go to bodies and back by value on the in-process host too, pickled,
+            as they do on other hosts: what a body does to its arguments does not show, and what cannot
+            be pickled is refused. Arrays are carried by reference all the same. The pytest plugin
+            turns it on.
     """
 
     worker_limit: int = 64
@@ -39,12 +43,15 @@ class Settings:
     slow_call: float | None = 60.0
     exit_grace: float | None = None
     multi_device_in_flight: int = 8
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for name in ("worker_limit", "worker_ceiling", "multi_device_in_flight"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        if not isinstance(self.strict, bool):
+            raise ValueError(f"strict must be a bool, got {self.strict!r}")
         for name in ("worker_idle_timeout", "slow_call", "exit_grace"):
             value = getattr(self, name)
             if value is None and name != "worker_idle_timeout":
@@ -62,6 +69,7 @@ class SettingsChanges(TypedDict, total=False):
     slow_call: float | None
     exit_grace: float | None
     multi_device_in_flight: int
+    strict: bool
 
 
 current = Settings()

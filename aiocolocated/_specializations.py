@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 
-from aiocolocated import _cache, _compat, _specs, _values
+from aiocolocated import _cache, _compat, _settings, _shipping, _specs, _values
 from aiocolocated._exceptions import SpecError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._plans import collect, futures_among
@@ -48,6 +48,7 @@ class Specialization:
         "per_call",
     )
 
+    ships = True
     dispatches = False
 
     def __init__(
@@ -78,6 +79,9 @@ class Specialization:
     @property
     def host(self) -> str:
         return self._base.host.name
+
+    def is_loaded(self) -> bool:
+        return self._base.body is not None
 
     def body(self) -> Callable[..., Any]:
         return self._base.body or self._base.load()
@@ -140,6 +144,8 @@ class Specialization:
             ):
                 return value, (value,)
         value, arrays = collect(self.name, value, self.place)
+        if _settings.current.strict:
+            value = _shipping.by_value(value, f"what {self.name} returned", _specs.result_path)
         if self.out_specs_fn is not None:
             self._check_result(value)
             if type(value) is ArrayImpl:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, fi
 
 from aiocolocated import _compat, _serialization, _service, _values
 from aiocolocated._channels import new_channel
+from aiocolocated._coroutines import OneTask
 from aiocolocated._exceptions import ArgumentError, SpecError
 from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import ArrayFuture, wait_for_call
@@ -61,9 +62,11 @@ class _Source:
         "context",
         "ended",
         "made",
+        "one_task",
         "owner",
         "plan",
     )
+    ships = False
     dispatches = False
 
     def __init__(self, base: FunctionCode, owner: Owner | None) -> None:
@@ -76,6 +79,7 @@ class _Source:
         self.plan: Any = None  # of the first call: it places and checks items
         self.context: contextvars.Context | None = None
         self.config: _compat.Snapshot | None = None
+        self.one_task = OneTask() if self.asynchronous else None
         self._iterator: Any = None
 
     # -- Plan ---------------------------------------------------------------------------------------
@@ -95,6 +99,9 @@ class _Source:
     @property
     def asynchronous(self) -> bool:
         return self.base.kind == "asynchronous generator"
+
+    def is_loaded(self) -> bool:
+        return self.made
 
     def body(self) -> Callable[..., Any]:
         return self.anext if self.asynchronous else self.next
@@ -154,6 +161,8 @@ class _Source:
     def end(self) -> None:
         """There is nothing to advance any more."""
         self._iterator = None
+        if self.one_task is not None:
+            self.one_task.stop()
         untrack(self)
         with LOCK:
             if self.made and not self.ended:
@@ -176,6 +185,7 @@ class _Source:
                     _Close(self), (), {}, self.channel, None, None, HERE, 0
                 )
                 call._light = self.asynchronous
+                call._one_task = self.one_task
                 if self.context is not None:
                     call._context, call._config = self.context, self.config
                 call._gate = dropped_gate if dropped else None
@@ -214,6 +224,7 @@ class _First:
     """The ``Plan`` of a stream's first step, which has the arguments."""
 
     __slots__ = ("_source",)
+    ships = True
     dispatches = False
 
     def __init__(self, source: _Source) -> None:
@@ -230,6 +241,9 @@ class _First:
     @property
     def devices(self) -> Any:
         return self._source.devices
+
+    def is_loaded(self) -> bool:
+        return False
 
     def body(self) -> Callable[..., Any]:
         return self._source.begin
@@ -249,12 +263,16 @@ class _Close:
 
     __slots__ = ("_source", "host", "name")
     devices = None
+    ships = False
     dispatches = False
 
     def __init__(self, source: _Source) -> None:
         self._source = source
         self.host = source.host
         self.name = f"{source.name} (closing)"
+
+    def is_loaded(self) -> bool:
+        return True
 
     def body(self) -> Callable[..., Any]:
         source = self._source
@@ -300,12 +318,23 @@ class ArrayStream(Generic[R_co]):
     .. versionadded:: 0.2
     """
 
-    __slots__ = ("__weakref__", "_ahead", "_code", "_first", "_handle", "_lasti", "_over", "_steps")
+    __slots__ = (
+        "__weakref__",
+        "_ahead",
+        "_code",
+        "_first",
+        "_handle",
+        "_keep",
+        "_lasti",
+        "_over",
+        "_steps",
+    )
 
     _ahead: int
     _code: CodeType
     _first: ArrayFuture[Any] | None  # the first step, until it is submitted
     _handle: Handle
+    _keep: object  # of a method, its object: dropping that would close this, too
     _lasti: int
     _over: bool
     _steps: deque[ArrayFuture[Any]]  # submitted, not yet consumed
@@ -330,8 +359,10 @@ class ArrayStream(Generic[R_co]):
         source.plan, source.context, source.config = first._plan, first._context, first._config
         first._plan = _First(source)
         first._light = source.asynchronous
+        first._one_task = source.one_task
         self._first = first
         self._handle = Handle(source)
+        self._keep = function._keep
         self._steps = deque()
         self._ahead = read_ahead
         self._over = False
@@ -371,6 +402,7 @@ class ArrayStream(Generic[R_co]):
                 if source.base.special:
                     source.base.mark(step)
                 step._light = source.asynchronous
+                step._one_task = source.one_task
             self._steps.append(submit(step))
 
     def _take(self) -> ArrayFuture[Any] | None:
@@ -381,6 +413,17 @@ class ArrayStream(Generic[R_co]):
             self._finish()
             return None
         return self._steps.popleft()
+
+    def _outcome_of(self, step: ArrayFuture[Any]) -> Any:
+        """Wait for a step in this thread."""
+        try:
+            return step.result()
+        except BaseException:
+            if step.done():
+                self._finish()
+            else:  # a running loop's thread, Ctrl-C, ...
+                self._steps.appendleft(step)
+            raise
 
     def _took(self, item: Any) -> bool:
         """Whether an item is one, and not the end."""
@@ -395,7 +438,7 @@ class ArrayStream(Generic[R_co]):
             if step._report is not None:
                 step._report.retrieve()
         self._steps.clear()
-        self._first = None
+        self._first = self._keep = None
 
     def __aiter__(self) -> ArrayStream[R_co]:
         return self

@@ -36,6 +36,9 @@ class Job(Protocol):
 
     _started: float
 
+    def _is_quick(self) -> bool:
+        """Whether `_execute` takes a moment, so that a loop's thread may do it."""
+
     def _execute(self, wakes: Wakes) -> bool:
         """Run the body and settle; false if that takes place elsewhere.
 
@@ -238,6 +241,38 @@ class Pool:
             queue.appendleft(lane)
         else:
             queue.append(lane)
+
+    def go_on(self, lane: Lane) -> None:
+        """A lane's coroutine has ended (the host loop's thread): settle, and start the next one.
+
+        Here, if that takes a moment: it saves a thread hop for each. Else a worker does it, because
+        loading a body, placing arguments and checking results may take long.
+        """
+        order = lane._order
+        wakes = Wakes()
+        call = order.running
+        while call is not None and call._is_quick():
+            try:
+                if not call._execute(wakes):
+                    break
+            except BaseException as error:
+                logger.exception("internal error on the host's loop")
+                call._break_off(error, wakes)
+            with LOCK:
+                call = order.next() if order.light and order.queue[0]._is_quick() else None
+                if call is not None:
+                    call._state = RUNNING
+                    if order.room:
+                        lane._admit(wakes)
+                elif order.queue:
+                    self.schedule(lane)
+                else:
+                    order.claimed = False
+        else:
+            if call is not None:
+                with LOCK:
+                    self.schedule(lane)
+        wakes.pay()
 
     def take(self, lane: Lane | None = None) -> Lane | None:
         """Take a lane that waits for a worker, ``lane`` or any, out of its queue."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, ParamSpec, TypeVar
 
 from aiocolocated import _settings
 from aiocolocated._exceptions import CallCancelledError, DeadlockError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._hostloop import host_loop
+from aiocolocated._streams import ArrayStream
 from aiocolocated._waiters import BodyWait, body_wait, waiting
 from aiocolocated._workers import local
 
-__all__ = ("run", "run_sync", "wait")
+__all__ = ("iterate", "run", "run_sync", "wait")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,6 +94,51 @@ def wait(awaitable: Awaitable[R], timeout: float | None = None) -> R:
         return await awaitable
 
     return _wait_for(call, timeout)
+
+
+def iterate(items: AsyncIterable[R]) -> Generator[R, None, None]:
+    """Iterate in this thread over a stream, or over any other asynchronous iterable.
+
+    Args:
+        items: an :class:`~aiocolocated.ArrayStream` (no loop needed), a colocated object that can be
+            iterated, or another asynchronous iterable, which is advanced on a loop as in :func:`run`.
+
+    Returns:
+        A generator. Closing it, or leaving a ``for`` loop over it and dropping it, closes the stream.
+
+    Raises:
+        DeadlockError: on a running loop's thread.
+        Exception: what the body raised, after the items before it.
+
+    Example:
+        >>> for batch in from_thread.iterate(batches(path)):
+        ...     train(batch)
+
+    .. versionadded:: 0.2
+    """
+    iterator = aiter(items)
+    try:
+        if isinstance(iterator, ArrayStream):
+            while (step := iterator._take()) is not None:
+                item = iterator._outcome_of(step)
+                if not iterator._took(item):
+                    return
+                yield item
+        else:
+            while True:
+                try:
+                    item = run(_anext, iterator)
+                except StopAsyncIteration:
+                    return
+                yield item
+    finally:
+        aclose = getattr(iterator, "aclose", None)
+        if aclose is not None:
+            run(aclose)
+
+
+async def _anext(iterator: AsyncIterator[R]) -> R:
+    return await anext(iterator)
 
 
 def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None) -> R:

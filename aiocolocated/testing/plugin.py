@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiocolocated import _settings
 from aiocolocated.testing._gap import LoopGap
 from aiocolocated.testing._guard import BlockedCall, BlockingGuard
 from aiocolocated.testing._leaks import LeakCheck, LeakError
@@ -37,6 +38,10 @@ _MARKS = (
     (
         "leak_check(enabled=True, *, threads=True, tasks=True, arrays=True, descriptors=True, "
         "collect=True, timeout=2.0): fail the test if it leaves something behind"
+    ),
+    (
+        "strict_values(enabled=True): send plain Python values to bodies and back by value, as other "
+        "hosts get them (on for all tests, unless the setting colocated_strict_values is false)"
     ),
 )
 
@@ -58,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "apply the mark no_blocking to all tests",
         type="bool",
         default=False,
+    )
+    parser.addini(
+        "colocated_strict_values",
+        "apply the mark strict_values to all tests (default true)",
+        type="bool",
+        default=True,
     )
     parser.addini(
         "colocated_leak_check", "apply the mark leak_check to all tests", type="bool", default=False
@@ -138,6 +149,8 @@ class _Checks:
         # Weakly: a closed loop may hold what its last task had.
         self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
         self._after_setup: LeakCheck | None = None
+        self._stack.callback(_settings.change, strict=_settings.current.strict)
+        _settings.change(strict=self._wanted("strict_values"))
         if self._wanted("leak_check"):
             self.check_leaks()
         if self._wanted("no_blocking"):
