@@ -52,7 +52,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
 	@echo 'Built docs/_build/html/index.html'
 
-bench: $(VENV)/.installed-tests
+bench: $(VENV)/.installed-tests $(VENV)/.installed-benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:

@@ -8,10 +8,11 @@ the gap, the 5 ms included. Plain JAX makes the same call on the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +37,8 @@ SPECIALIZED = "aiocolocated, specialized"
 OURS = "aiocolocated"
 BARE_THREAD = "a bare thread"
 CHANNEL_RUN = "aiocolocated, channel.run"
+CLOSED = "aiocolocated, closed"
+DROPPED = "aiocolocated, dropped"
 
 
 async def largest_gap(work: Callable[[], Awaitable[object]]) -> float:
@@ -202,6 +205,55 @@ async def compilation(effort: Effort) -> Samples:
         return await alternate(variants, effort, once=[ON_LOOP])
 
 
+class Slow:
+    """An object that is slow to make, to iterate over, and to close."""
+
+    def __init__(self) -> None:
+        time.sleep(SLEEP / 4)
+
+    def items(self) -> Iterator[bytes]:
+        for _ in range(2):
+            time.sleep(SLEEP / 4)
+            yield bytes(40_000_000)  # pickled in strict mode
+
+    def close(self) -> None:
+        time.sleep(SLEEP / 4)
+
+    def __del__(self) -> None:
+        time.sleep(SLEEP / 4)
+
+
+async def slow_object(effort: Effort) -> Samples:
+    """Make, iterate over and close an object, and drop another; with big pickled values."""
+    devices = tuple(cpu_array().devices())
+    cls = aiocolocated.colocated_python_class(Slow, devices=devices)
+
+    async def use_and_close() -> None:
+        async with cls() as obj:
+            async for _ in obj.items():
+                pass
+
+    async def drop() -> None:
+        obj = cls()
+        await anext(obj.items())
+        del obj
+        await asyncio.sleep(2 * SLEEP)
+
+    with strict():
+        variants = {CLOSED: gap(use_and_close), DROPPED: gap(drop)}
+        return await alternate(variants, effort)
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Values go by value, as to another host."""
+    aiocolocated.configure(strict=True)
+    try:
+        yield
+    finally:
+        aiocolocated.configure(strict=False)
+
+
 def _still(*variants: str) -> tuple[Target, ...]:
     """The targets of variants that must not stop the loop."""
     return tuple(
@@ -239,6 +291,15 @@ BENCHMARKS = (
         sleeping_bodies,
         _still(OURS),
         reference=ON_LOOP,
+        processes=1,
+        repetitions=5,
+    ),
+    Benchmark(
+        "gap_objects",
+        "loop gap: a slow object, closed or dropped",
+        "ms",
+        slow_object,
+        _still(CLOSED, DROPPED),
         processes=1,
         repetitions=5,
     ),
