@@ -65,11 +65,17 @@ _REFUSED: tuple[type[Any], ...] = (
 _BUFFERS = (io.BytesIO, io.StringIO)  # values, and no files
 _refused_here: list[type[Any]] = []  # the library's own, added by higher layers
 _by_reference: list[type[Any]] = []
+_opaque: list[type[Any]] = []
 
 
 def refuse(kind: type[Any]) -> None:
     """Never ship instances of ``kind``."""
     _refused_here.append(kind)
+
+
+def explains_itself(kind: type[Any]) -> None:
+    """Instances of ``kind`` refuse to be pickled in words: do not look for a reason inside them."""
+    _opaque.append(kind)
 
 
 def carry_by_reference(kind: type[Any]) -> None:
@@ -98,6 +104,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
             raise TypeError(
                 f"objects of type {kind.__module__}.{kind.__qualname__} are not shipped"
             )
+        if isinstance(obj, types.ModuleType) and not _is_importable(obj):
+            # cloudpickle would copy it, and with it what is to be shared.
+            raise TypeError(f"module {obj.__name__} was not imported, and hosts cannot import it")
         if isinstance(obj, types.CodeType):
             # cloudpickle drops the file's name, and with it the source lines of tracebacks.
             with contextlib.suppress(ValueError):  # made by a tool, with constants of other kinds
@@ -105,6 +114,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
         if isinstance(obj, (types.FunctionType, type)) and (depth := _decorators_of(obj)):
             return _find_decorated, (obj.__module__, obj.__qualname__, depth)
         return super().reducer_override(obj)
+
+
+def _is_importable(module: types.ModuleType) -> bool:
+    """Whether another process finds the module by its name."""
+    return sys.modules.get(module.__name__) is module and (
+        module.__spec__ is not None or module.__name__ == "__main__"
+    )
 
 
 def _decorators_of(function: types.FunctionType | type) -> int:
@@ -196,7 +212,8 @@ def _find_culprit(holder: Any, depth: int) -> str | None:
         try:
             loads(*dumps(value))
         except Exception as error:
-            inner = _find_culprit(value, depth + 1)
+            opaque = isinstance(value, tuple(_opaque))
+            inner = None if opaque else _find_culprit(value, depth + 1)
             if inner is not None:
                 return f"{inner}, by way of {what}"
             where = f" of {_name(holder)}" if depth or not _is_function(holder) else ""
