@@ -296,7 +296,8 @@ class Call:
             release, self._release = self._release, None
             release(wakes)
         if self._object is not None:
-            self._object.call_over(wakes)
+            owner_object, self._object = self._object, None
+            owner_object.call_over(wakes)
         if self._over_waiters is not None:
             waiters, self._over_waiters = self._over_waiters, None
             for waiter in waiters:
@@ -305,7 +306,7 @@ class Call:
     def _computed(self, wakes: Wakes) -> None:
         """The body has ended and its arrays are computed, whatever became of the call."""
         if self._wide:
-            self._channel._leave_gate()
+            self._channel._leave_gate(self)
         self._over(wakes)
         channel = self._channel
         if channel._order.idle:

@@ -456,8 +456,8 @@ class TaskChannel:
         if self._worker is not None:
             self._release_thread()
 
-    def _leave_gate(self) -> None:
-        self._hand_out(gate.leave())
+    def _leave_gate(self, call: Call) -> None:
+        self._hand_out(gate.leave(call))
 
     @staticmethod
     def _hand_out(orders: list[ChannelOrder[Call]]) -> None:

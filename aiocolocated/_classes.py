@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import jax
 
-from aiocolocated import _compat, _specs, _values
+from aiocolocated import _compat, _serialization, _specs, _values
 from aiocolocated._decorators import colocated_python
-from aiocolocated._exceptions import ArgumentError
+from aiocolocated._exceptions import ArgumentError, DeadlockError
 from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import wait_for_call
 from aiocolocated._lifetimes import Handle
 from aiocolocated._objects import HostObject, MethodCode
+from aiocolocated._settings import LOCK
 from aiocolocated._streams import ColocatedGenerator
 from aiocolocated._submission import submit
+from aiocolocated._waiters import waiting_body
+from aiocolocated._workers import local
 from aiocolocated.hosts.inprocess import inprocess_host
 
 if TYPE_CHECKING:
@@ -58,9 +61,11 @@ _REFUSED = {
         "xor", "or",
     )},
 }  # fmt: skip
+# What `object` has, too. Equality is that of the proxies: they have to be hashable.
+_COMPARISONS = {"__lt__", "__le__", "__gt__", "__ge__"}
 # What a proxy has of its own, or a class keeps to itself.
 _NOT_PROXIED = {
-    *dir(object),
+    *(set(dir(object)) - _COMPARISONS),
     *("__del__", "__getattr__", "__dict__", "__weakref__", "__module__", "__slots__", "__doc__"),
     *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
     *("__setstate__", "__getnewargs__", "__getnewargs_ex__", "__copy__", "__deepcopy__"),
@@ -104,17 +109,30 @@ class ColocatedObject:
         made has nothing to close. Closing twice is fine.
 
         Raises:
-            Exception: what closing raised, to the first who awaits it.
+            Exception: what closing raised, to those who wait for it then.
+            DeadlockError: inside a method of this object, which would wait for itself.
 
         Cancellation: stops the wait; the object is closed all the same.
         """
-        await wait_for_call(self.__dict__["_aiocolocated_object"].close())
+        host_object: HostObject = self.__dict__["_aiocolocated_object"]
+        body = local.call or waiting_body()
+        if body is not None and body._object is host_object:
+            raise DeadlockError(
+                f"aclose of the {_name(self)} object was called inside its own method "
+                f"{body._plan.name}: it would wait for itself"
+            )
+        closing = host_object.close()
+        report = closing._report
+        if report is None or not report.retrieved:
+            await wait_for_call(closing)
 
     async def __aenter__(self) -> Any:
         info: _ClassInfo = self._aiocolocated_class
         if info.enter is not None:
             try:
-                await _colocated(self, "__aenter__", info.enter, _of_instance(info.enter))()
+                await _colocated(
+                    self, "__aenter__", info.enter, _of_instance(info.enter), anywhere=True
+                )()
             except BaseException:
                 await self.aclose()
                 raise
@@ -130,7 +148,9 @@ class ColocatedObject:
         suppress = False
         try:
             if info.exit is not None:
-                leave = _colocated(self, "__aexit__", info.exit, _of_instance(info.exit))
+                leave = _colocated(
+                    self, "__aexit__", info.exit, _of_instance(info.exit), anywhere=True
+                )
                 suppress = await leave(kind, exc)
         finally:
             await self.aclose()
@@ -253,13 +273,18 @@ def _colocated(
     function: Callable[..., Any],
     getter: Callable[[Any], Callable[..., Any]],
     kind: Kind | None = None,
+    anywhere: bool = False,
 ) -> Any:
     """A method of an object: of its class, or one that is made here and takes the instance."""
     fields = obj.__dict__
     host_object: HostObject = fields["_aiocolocated_object"]
     code = host_object.methods.get(name)
     if code is None:
-        code = host_object.methods[name] = MethodCode(host_object, name, function, getter, kind)
+        made = MethodCode(host_object, name, function, getter, kind, anywhere)
+        with LOCK:  # the object must know of every one
+            code = host_object.methods.get(name)
+            if code is None:
+                code = host_object.methods[name] = made
     devices = obj._aiocolocated_class.devices
     method = ColocatedFunction[..., Any](code, devices=devices, keep=fields["_aiocolocated_handle"])
     return ColocatedGenerator(method) if "generator" in code.kind else method
@@ -301,9 +326,16 @@ class _Property:
             return self
         name = self.name
         frame = sys._getframe(1)
-        read = _colocated(
-            obj, name, lambda self: None, lambda instance: lambda: getattr(instance, name)
-        )
+        key = f"await obj.{name}"
+        read = obj.__dict__.get(key)
+        if read is None:
+            read = obj.__dict__[key] = _colocated(
+                obj,
+                name,
+                lambda self: None,
+                lambda instance: lambda: getattr(instance, name),
+                anywhere=True,
+            )
         return submit(read._prepare_call(None, (), {}, frame.f_code, frame.f_lasti))
 
 
@@ -342,7 +374,7 @@ def _namespace(cls: type[Any], devices: Devices | None) -> dict[str, Any]:
     }
     fields = _annotated(cls)
     for name in dict.fromkeys((*dir(cls), *fields)):
-        if name in _NOT_PROXIED:
+        if name in _NOT_PROXIED or (name in _COMPARISONS and not _has(cls, name)):
             continue
         if name in fields:  # of the instance, whatever default the class has for it
             namespace[name] = _Property(name)
@@ -472,4 +504,5 @@ def colocated_python_class(
     )
 
 
+_serialization.explains_itself(ColocatedObject)
 _values.refuse(ColocatedObject, "it stays on its host; pass what its methods return")

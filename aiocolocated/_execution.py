@@ -71,7 +71,7 @@ class RunnableCall(Call):
         with LOCK:
             order.body_ended()
             if self._gate is not None:
-                self._channel._hand_out(self._gate.leave())
+                self._channel._hand_out(self._gate.leave(self))
             if error is not None:
                 if self._state == RUNNING:
                     self._fail(wakes, error, get_traceback(error))
@@ -95,7 +95,7 @@ class RunnableCall(Call):
                 computing.add(self)
                 if not self._wide and self._plan.dispatches and _on_several_devices(arrays):
                     self._wide = order.wide = True
-                    order.gate.enter()
+                    order.gate.enter(self, order)
                 if self._state == RUNNING:
                     self._state = DISPATCHED
                     self._value = value
@@ -115,9 +115,9 @@ class RunnableCall(Call):
             if self._channel._order.running is self:
                 self._channel._order.body_ended()
                 if self._gate is not None:
-                    self._channel._hand_out(self._gate.leave())
+                    self._channel._hand_out(self._gate.leave(self))
             self._fail(wakes, error, error.__traceback__)
-            if self._owner is not None or self._loop is not None:
+            if self._owner is not None or self._loop is not None or self._object is not None:
                 self._computed(wakes)
 
     def _run_body(self) -> tuple[Any, Sequence[Any]]:

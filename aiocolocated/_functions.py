@@ -202,7 +202,7 @@ class ColocatedFunction(Generic[P, R]):
         with_path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
         path = next(path for path, leaf in with_path if leaf is wrong)
         where = _specs.argument_path(path, self._base.function)
-        return _values.refused(wrong, f"call of {self._base.name}: {where}")
+        return _values.refused(wrong, f"call of {self._base.name}: {where} is")
 
     def _in_specs_key(self) -> Any:
         if self._in_specs is None:
@@ -237,8 +237,8 @@ class ColocatedFunction(Generic[P, R]):
         devices = _specs.common_devices(
             what, [(p, x) for p, x in with_path if isinstance(x, jax.Array)], devices, name_path
         )
-        if devices is None and not late:
-            raise no_devices(base.name)
+        if devices is None and not late and not base.anywhere:
+            raise no_devices(base)
         for device in devices or ():
             if device.process_index != base.host.process_index:
                 raise SpecError(

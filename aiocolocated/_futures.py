@@ -12,6 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 from aiocolocated import _service
 from aiocolocated._calls import Call
+from aiocolocated._deadlocks import refuse_cycle
 from aiocolocated._exceptions import BodyError, CallCancelledError, DeadlockError
 from aiocolocated._execution import RunnableCall, set_traceback
 from aiocolocated._loops import LoopCallback, Wakes, bridge_for
@@ -126,7 +127,7 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
         body = None if wait is None else wait.call
         if wait is not None and body is not None:
             with LOCK:
-                self._refuse_cycle(body)
+                refuse_cycle(self, body)
                 if wait.task is asyncio.current_task():
                     body._waiting_on = self
         try:
@@ -235,7 +236,7 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
         call: Call | None = local.call
         with LOCK:
             if call is not None:
-                self._refuse_cycle(call)
+                refuse_cycle(self, call)
             if not self._add_waiter(waiter, READY):
                 return
             if call is not None:
@@ -263,35 +264,6 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
             RUNNING: "still running",
             DISPATCHED: "still waiting for its arrays",
         }.get(self._state, "done")
-
-    def _refuse_cycle(self, waiting_call: Call) -> None:
-        """Refuse a wait that the waiting body itself stands in the way of."""
-        stack: list[Call] = [self]
-        seen: set[int] = set()
-        while stack:
-            call = stack.pop()
-            if call is waiting_call:
-                raise DeadlockError(
-                    f"the body of {waiting_call._plan.name} waits for {self._plan.name}, which "
-                    f"cannot start before that body has returned: it is behind it in channel "
-                    f"{waiting_call._channel.name!r}. Call it directly, or from another channel."
-                )
-            running = call._channel._order.running is call  # perhaps abandoned
-            if id(call) in seen or (call._state >= DISPATCHED and not running):
-                continue
-            seen.add(id(call))
-            if running:
-                if call._waiting_on is not None:
-                    stack.append(call._waiting_on)
-                continue
-            stack += call._dependencies or ()
-            order = call._channel._order
-            if order.running is not None:
-                stack.append(order.running)
-            for ahead in order.queue:
-                if ahead is call:
-                    break
-                stack += ahead._dependencies or ()
 
     # -- callbacks ------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ class Closable(Protocol):
     """An object or a stream, as its host sees it."""
 
     made: bool  # whether there is anything to close
+    used: bool  # whether there is, or may be once calls are over
     ended: bool  # all by itself
     closing: Any  # the call that closes it
 
@@ -39,7 +40,8 @@ class Handle:
 
     def __del__(self) -> None:
         # The collector may call this anywhere: no lock, no thread start, no loop.
-        if self.closable.closing is None and not self.closable.ended:
+        closable = self.closable
+        if closable.closing is None and not closable.ended and closable.used:
             _service.inbox.put(_Dropped(self.closable))
 
 

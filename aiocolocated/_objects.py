@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from aiocolocated._ordering import Gate
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode, Kind, kind_of
 from aiocolocated._submission import take
+from aiocolocated._types import READY
 from aiocolocated._workers import pool
 
 if TYPE_CHECKING:
@@ -68,10 +71,11 @@ class HostObject:
         self.calls = 0  # submitted, or waiting for room, and not over
         self.closing: ArrayFuture[None] | None = None  # the call that closes it
         self.instance: Any = None
-        self.made = False
+        self.made = False  # its constructor has returned
         self.ended = False  # objects do not, by themselves
         self.shipped: Shipped | None = None
-        self.methods: dict[str, MethodCode] = {}
+        # Weakly: they have the object. Who uses the object has those that were used.
+        self.methods: weakref.WeakValueDictionary[str, MethodCode] = weakref.WeakValueDictionary()
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of its generator methods
         self._args = args
         self._kwargs = kwargs
@@ -104,11 +108,20 @@ class HostObject:
 
     def forget(self) -> None:
         """Drop the instance; what it has for a ``__del__`` runs here (worker thread)."""
-        for method in self.methods.values():
-            method.body = None
+        for reference in self.methods.valuerefs():
+            method = reference()
+            if method is not None:
+                method.body = None
+        self._args, self._kwargs = (), {}
         self.instance = None
-        with LOCK:
-            _service.watch(-1)
+        if self.made:
+            with LOCK:
+                _service.watch(-1)
+
+    @property
+    def used(self) -> bool:
+        """Whether there is anything to close, or may be when calls are over (no lock)."""
+        return self.made or self.calls > 0
 
     # -- counting (under the lock) ------------------------------------------------------------------
 
@@ -140,6 +153,12 @@ class HostObject:
                 call: ArrayFuture[None] = ArrayFuture._create(
                     plan, (), {}, new_channel(f"close {self.name}"), None, None, HERE, 0
                 )
+                if not self.used:
+                    self._args, self._kwargs = (), {}
+                    plan.closes = None
+                    call._state = READY
+                    self.closing = call
+                    return call
                 call._light = plan.light
                 call._blocked = bool(self.calls)
                 call._gate = dropped_gate if dropped else None
@@ -153,13 +172,13 @@ class HostObject:
 class ClosePlan:
     """Closes an instance (a ``Plan``): its ``aclose`` or ``close``, then its destructor."""
 
-    __slots__ = ("_object", "host", "light", "name")
+    __slots__ = ("closes", "host", "light", "name")
     devices = None
     ships = False
     dispatches = False
 
     def __init__(self, owner: HostObject) -> None:
-        self._object = owner
+        self.closes: HostObject | None = owner  # until it has: the object has the call
         self.host = owner.host.name
         self.name = f"{owner.name}.aclose"
         self.light = kind_of(getattr(owner.cls, "aclose", None)) == "coroutine"
@@ -171,24 +190,32 @@ class ClosePlan:
         return self._aclose if self.light else self._close
 
     async def _aclose(self) -> None:
-        if self._object.made:
-            try:
-                await self._object.instance.aclose()
-            except BaseException:
-                self._object.forget()
-                raise
+        owner = self.closes
+        assert owner is not None
+        try:
+            if owner.made:
+                await owner.instance.aclose()
+        except BaseException as error:
+            _clear_frames(error)
+            owner.forget()
+            self.closes = None
+            raise
+        finally:
+            del owner
 
     def _close(self) -> None:
-        if self._object.made:
-            try:
-                for name in ("aclose", "close"):
-                    close = getattr(self._object.instance, name, None)
-                    if close is not None:
-                        close()
-                        break
-                del close
-            finally:
-                self._object.forget()
+        owner = self.closes
+        assert owner is not None
+        try:
+            if owner.made:
+                _call_close(owner.instance)
+        except BaseException as error:
+            _clear_frames(error)
+            raise
+        finally:
+            owner.forget()
+            self.closes = None
+            del owner
 
     def futures(self, args: Any, kwargs: Any) -> Sequence[Any]:
         return ()
@@ -197,9 +224,40 @@ class ClosePlan:
         return args, kwargs
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        if self._object.instance is not None:  # after `_aclose`: not on the loop, it may take long
-            self._object.forget()
+        owner, self.closes = self.closes, None
+        if owner is not None:  # after `_aclose`: not on the loop, it may take long
+            owner.forget()
         return None, ()
+
+
+def _call_close(instance: Any) -> None:
+    for name in ("aclose", "close"):
+        close = getattr(instance, name, None)
+        if close is not None:
+            result = close()
+            if inspect.isawaitable(result):
+                if inspect.iscoroutine(result):
+                    result.close()  # or Python says that it was never awaited
+                raise TypeError(
+                    f"{type(instance).__qualname__}.{name}() gave {result!r}: only an 'async def "
+                    "aclose' of the class itself is awaited"
+                )
+            return
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the instance, which is ``self`` in the frames that the error came through.
+
+    Or its destructor would run where the error is dropped: in the caller's thread.
+    """
+    seen: set[int] = set()
+    chained: list[BaseException | None] = [error]
+    while chained:
+        one = chained.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            chained += (one.__cause__, one.__context__)
 
 
 class MethodCode(FunctionCode):
@@ -214,12 +272,14 @@ class MethodCode(FunctionCode):
         function: Callable[..., Any],
         getter: Callable[[Any], Callable[..., Any]],
         kind: Kind | None = None,
+        anywhere: bool = False,
     ) -> None:
         # The signature without `self`, whatever that is.
         super().__init__(types.MethodType(function, _SELF), owner.host)
         self.name = f"{owner.name}.{name}"
         self.kind = kind or self.kind
         self.special = True
+        self.anywhere = anywhere
         self.object = owner
         self._getter = getter
 

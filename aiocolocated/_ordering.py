@@ -42,21 +42,43 @@ class Gate(Generic[C]):
     One gate caps the multi-device programs of the process: too many collectives in flight hang JAX's
     CPU backend, because each occupies threads of one pool until all of its participants have arrived.
     Every colocated object has one for the methods that run at once.
+
+    A channel that is claimed for a call of the gate has a place in it until a worker gets to it: else
+    the next call of a channel that a worker serves already would come first, time and again.
     """
 
-    __slots__ = ("in_flight", "limit", "parked")
+    __slots__ = ("holders", "limit", "parked", "places")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.in_flight = 0
+        self.holders: set[C] = set()  # under way
+        self.places: dict[ChannelOrder[C], None] = {}  # claimed, not under way yet
         self.parked: dict[ChannelOrder[C], None] = {}  # first come, first served
 
-    def enter(self) -> None:
-        self.in_flight += 1
+    def has_room(self, order: ChannelOrder[C]) -> bool:
+        """Whether the first call of a channel may enter."""
+        if len(self.holders) + len(self.places) >= self.limit and order not in self.places:
+            self._drop_lost_places()
+            return len(self.holders) + len(self.places) < self.limit
+        return True
 
-    def leave(self) -> list[ChannelOrder[C]]:
-        """Count one as over; as :meth:`admit`."""
-        self.in_flight -= 1
+    def _drop_lost_places(self) -> None:
+        """A channel loses its place with the call that it had it for."""
+        lost = [
+            order
+            for order in self.places
+            if not order.claimed or order.running is not None or not order.needs(self)
+        ]
+        for order in lost:
+            del self.places[order]
+
+    def enter(self, call: C, order: ChannelOrder[C]) -> None:
+        self.places.pop(order, None)
+        self.holders.add(call)
+
+    def leave(self, call: C) -> list[ChannelOrder[C]]:
+        """One is over; as :meth:`admit`."""
+        self.holders.discard(call)
         return self.admit()
 
     def admit(self) -> list[ChannelOrder[C]]:
@@ -66,13 +88,12 @@ class Gate(Generic[C]):
         with it, or the channels behind it wait for ever.
         """
         claimed: list[ChannelOrder[C]] = []
-        room = self.limit - self.in_flight
-        while room > 0 and self.parked:
+        self._drop_lost_places()
+        while self.parked and len(self.holders) + len(self.places) < self.limit:
             order = next(iter(self.parked))
             del self.parked[order]
             if order.claim():
                 claimed.append(order)
-                room -= order.needs(self)
         return claimed
 
 
@@ -154,9 +175,16 @@ class ChannelOrder(Generic[C]):
 
     def claim(self) -> bool:
         """Claim the channel for a worker if its first call may start now."""
-        if self.claimed or self._head() is None:
+        if self.claimed:
+            return False
+        call = self._head()
+        if call is None:
             return False
         self.claimed = True
+        if call._gate is not None:
+            call._gate.places[self] = None
+        if call._wide or self.wide:
+            self.gate.places[self] = None
         return True
 
     def next(self) -> C | None:
@@ -181,17 +209,33 @@ class ChannelOrder(Generic[C]):
         self.running = call
         if call._wide or self.wide:
             call._wide = True
-            self.gate.enter()
+            self.gate.enter(call, self)
         if call._gate is not None:
-            call._gate.enter()
+            call._gate.enter(call, self)
         return call
 
     def needs(self, gate: Gate[C]) -> bool:
-        """Whether the first call goes through ``gate``."""
-        call = self.queue[0]
-        return call._gate is gate or (gate is self.gate and (self.wide or call._wide))
+        """Whether the first call may start, as soon as ``gate`` lets it."""
+        call = self._first()
+        return call is not None and (
+            call._gate is gate or (gate is self.gate and (self.wide or call._wide))
+        )
 
     def _head(self) -> C | None:
+        """The first call, if it may start now; a gate without room remembers the channel."""
+        call = self._first()
+        if call is None:
+            return None
+        if (call._wide or self.wide) and not self.gate.has_room(self):
+            self.gate.parked[self] = None
+            return None
+        if call._gate is not None and not call._gate.has_room(self):
+            call._gate.parked[self] = None
+            return None
+        return call
+
+    def _first(self) -> C | None:
+        """The first call, if it may start as far as this channel goes."""
         queue = self.queue
         while queue:
             call = queue[0]
@@ -199,12 +243,6 @@ class ChannelOrder(Generic[C]):
                 queue.popleft()
                 continue
             if call._blocked or self.in_flight >= self.max_in_flight:
-                return None
-            if (call._wide or self.wide) and self.gate.in_flight >= self.gate.limit:
-                self.gate.parked[self] = None
-                return None
-            if call._gate is not None and call._gate.in_flight >= call._gate.limit:
-                call._gate.parked[self] = None
                 return None
             return call
         return None

@@ -52,7 +52,7 @@ def collect(
                 raise ArgumentError(
                     f"{name} returned an ArrayFuture: call its result(), or await it, in the body"
                 )
-            raise _values.refused(leaf, f"what {name} returned")
+            raise _values.refused(leaf, f"{name} returned")
     if numpy_seen and place is not None:
         with_path, tree = jax.tree_util.tree_flatten_with_path(value)
         placed = [place(x, path) if _values.is_numpy(x) else x for path, x in with_path]

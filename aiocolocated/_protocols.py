@@ -45,7 +45,7 @@ class CallChannel(Protocol):
     def _became_idle(self, wakes: Wakes) -> None:
         """Nothing is queued, running or computing."""
 
-    def _leave_gate(self) -> None:
+    def _leave_gate(self, call: Any) -> None:
         """A multi-device program is computed."""
 
     def _hand_out(self, orders: list[ChannelOrder[Any]]) -> None:

@@ -115,8 +115,8 @@ class Specialization:
         )
         if devices is None:
             devices = next((d for x in futures if (d := x._plan.devices) is not None), None)
-        if devices is None:
-            raise no_devices(self.name)
+        if devices is None and not self._base.anywhere:
+            raise no_devices(self._base)
         if self.devices is None and self.per_call:
             self.devices = devices  # for what the body returns
         placed: list[Any] = []
@@ -124,7 +124,7 @@ class Specialization:
         if self.in_specs is not None:
             specs = jax.tree_util.tree_leaves(self.in_specs)
         for i, (path, leaf) in enumerate(with_path):
-            if _values.is_numpy(leaf):
+            if _values.is_numpy(leaf) and devices is not None:
                 sharding = (specs[i].sharding if specs else None) or _values.placement(devices)
                 leaf = _values.place(leaf, sharding, f"{what}: {name_path(path)}")
             placed.append(leaf)
@@ -155,7 +155,7 @@ class Specialization:
     def place(self, leaf: Any, path: KeyPath) -> Any:
         if self._sharding is None:
             if self.devices is None:
-                raise no_devices(self.name)
+                raise no_devices(self._base)
             self._sharding = _values.placement(self.devices)
         where = f"{self.name} returned {_specs.result_path(path)}"
         return _values.place(leaf, self._sharding, where)
@@ -188,10 +188,13 @@ class Specialization:
             raise error
 
 
-def no_devices(name: str) -> SpecError:
+def no_devices(base: FunctionCode) -> SpecError:
+    ways = [] if base.anywhere else [f"{base.name}.specialize(devices=...)"]
+    if base.object is not None:
+        ways.append("colocated_python_class(..., devices=...)")
     return SpecError(
-        f"{name} was called without arrays, so there is nothing to tell its devices: use "
-        f"{name}.specialize(devices=...)"
+        f"{base.name} was called without arrays, so there is nothing to tell its devices: use "
+        + " or ".join(ways)
     )
 
 
@@ -209,6 +212,7 @@ class FunctionCode:
     __slots__ = (
         "__weakref__",
         "_shipped",
+        "anywhere",
         "body",
         "cache",
         "function",
@@ -224,6 +228,7 @@ class FunctionCode:
         self.kind = kind_of(function)
         self.special = self.kind == "coroutine"
         self.object: Any = None  # of a method
+        self.anywhere = False  # whether it needs no devices until it returns NumPy values
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.host = host
         self.body: Callable[..., Any] | None = None

@@ -68,6 +68,7 @@ class _Source:
     )
     ships = False
     dispatches = False
+    used = True
 
     def __init__(self, base: FunctionCode, owner: Owner | None) -> None:
         self.base = base
@@ -193,9 +194,10 @@ class _Source:
                     call._gate = self.base.object.gate
                     call._object = self.base.object
                     self.base.object.calls += 1
-                elif self.owner is not None and not self.owner.closed:
+                if self.owner is not None and not self.owner.closed:
+                    # It is not the owner's own call, because that would be cancelled with the others.
                     self.owner.live += 1
-                    call._release = self.owner.call_over
+                    call._release = functools.partial(_closed, self.owner, call)
                 self.closing = call
                 take(call)
                 if order.push(call):
@@ -267,7 +269,7 @@ class _Close:
     dispatches = False
 
     def __init__(self, source: _Source) -> None:
-        self._source = source
+        self._source: _Source | None = source
         self.host = source.host
         self.name = f"{source.name} (closing)"
 
@@ -275,7 +277,9 @@ class _Close:
         return True
 
     def body(self) -> Callable[..., Any]:
-        source = self._source
+        # No cycle with the source, or its error were reported when the collector comes along.
+        source, self._source = self._source, None
+        assert source is not None
         return source.aclose_iterator if source.asynchronous else source.close_iterator
 
     def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
@@ -286,6 +290,13 @@ class _Close:
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         return None, ()
+
+
+def _closed(owner: Owner, call: ArrayFuture[None], wakes: Wakes) -> None:
+    """A stream of a block is closed; what its body raised then is the block's (under the lock)."""
+    if call._report is not None and not owner.closed:
+        owner.call_failed(call._report)
+    owner.call_over(wakes)
 
 
 # --- the public objects ----------------------------------------------------------------------------
@@ -537,9 +548,12 @@ class ColocatedGenerator(Generic[P, R]):
         """
         if read_ahead is not None and self._read_ahead is not None:
             raise SpecError(f"{self._function._base.name}: read_ahead already specified")
-        if read_ahead is not None and (isinstance(read_ahead, bool) or read_ahead < 0):
+        if read_ahead is not None and (
+            isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0
+        ):
             raise SpecError(
-                f"{self._function._base.name}: read_ahead must be 0 or more, got {read_ahead!r}"
+                f"{self._function._base.name}: read_ahead must be an int of 0 or more, got "
+                f"{read_ahead!r}"
             )
         return ColocatedGenerator(
             self._function.specialize(in_specs, out_specs_fn, devices),

@@ -103,12 +103,12 @@ def refuse(kind: type[Any], instead: str) -> None:
     REFUSED = tuple(_UNFINISHED)
 
 
-def refused(leaf: Any, where: str) -> ArgumentError:
-    """The error for an instance of ``REFUSED``."""
+def refused(leaf: Any, what: str) -> ArgumentError:
+    """The error for an instance of ``REFUSED``; ``what`` is or returned it."""
     if isinstance(leaf, types.CoroutineType):
         leaf.close()  # or Python says that it was never awaited
     instead = next(words for kind, words in _UNFINISHED.items() if isinstance(leaf, kind))
-    return ArgumentError(f"{where} is {_a(type(leaf).__name__)}: {instead}")
+    return ArgumentError(f"{what} {_a(type(leaf).__name__)}: {instead}")
 
 
 def _a(noun: str) -> str:
@@ -125,4 +125,4 @@ def refuse_traced(name: str) -> TracedCallError:
 
 def refuse_argument(leaf: Any, where: str) -> None:
     if isinstance(leaf, REFUSED):
-        raise refused(leaf, f"an argument of the {where}")
+        raise refused(leaf, f"an argument of the {where} is")

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from aiocolocated import _readiness, _values
 from aiocolocated._exceptions import CallCancelledError
+from aiocolocated._deadlocks import refuse_cycle
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import LoopBridge, Wakes, bridge_for
 from aiocolocated._settings import LOCK
@@ -210,7 +211,7 @@ def _refuse_cycles(futures: Iterable[Any]) -> None:
         with LOCK:
             for future in futures:
                 if type(future) is ArrayFuture:
-                    future._refuse_cycle(body)
+                    refuse_cycle(future, body)
 
 
 async def _wait_all(

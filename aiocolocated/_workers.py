@@ -259,11 +259,14 @@ class Pool:
                 logger.exception("internal error on the host's loop")
                 call._break_off(error, wakes)
             with LOCK:
-                call = order.next() if order.light and order.queue[0]._is_quick() else None
+                quick = order.light and order.queue[0]._is_quick()
+                call = order.next() if quick else None
                 if call is not None:
                     call._state = RUNNING
                     if order.room:
                         lane._admit(wakes)
+                elif quick:
+                    pass  # `next` has given the claim up
                 elif order.queue:
                     self.schedule(lane)
                 else:

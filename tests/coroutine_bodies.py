@@ -7,9 +7,12 @@ Code of an importable module is shipped by reference: these see the module's own
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from aiocolocated import colocated_python
 from aiocolocated.testing import Gate, Recorder
@@ -95,3 +98,51 @@ async def eventually(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
         await asyncio.sleep(0.001)
+
+
+@colocated_python
+async def work(x, recorder: Recorder, clean_up: Gate, name: object = 0, finish: str = "raise"):
+    """Until it is cancelled; then until it may end, in one of several ways."""
+    recorder.record("start", name=name)
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        recorder.record("cancelled", name=name)
+        await clean_up.wait_async()
+        recorder.record("clean", name=name)
+        if finish == "return":
+            return x
+        if finish == "ValueError":
+            raise ValueError(f"clean-up of {name}") from None
+        if finish == "KeyboardInterrupt":
+            raise KeyboardInterrupt from None
+        raise
+    return x
+
+
+async def waiter(awaitable) -> asyncio.Future[Any]:
+    """A task that waits already, so that cancelling it is cancelling a waiter."""
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0)
+    return task
+
+
+@contextlib.asynccontextmanager
+async def timeout_once_started(recorder: Recorder):
+    """asyncio.timeout that runs out when the body has started."""
+
+    async def run_out():
+        await recorder.wait_for("start")
+        timeout.reschedule(0)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as timeout:
+            task = asyncio.create_task(run_out())
+            yield
+    await task
+
+
+def opened() -> Gate:
+    gate = Gate()
+    gate.open()
+    return gate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coroutine bodies (contracts C5, C7, C14 to C17): errors, channels, deadlocks, threads, loops, exit."""
+"""Coroutine bodies (contracts C5, C7, C14, C15, C17): errors, channels, deadlocks, threads, loops."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import gc
 import logging
 import re
 import sys
-import textwrap
 import threading
+import time
 import traceback
 import weakref
 from typing import Any
@@ -47,6 +47,7 @@ from aiocolocated import (
     open_task_channel,
     runtime,
 )
+from aiocolocated._workers import pool
 from aiocolocated.testing import Gate, Recorder
 
 pytestmark = pytest.mark.timeout(60)
@@ -591,97 +592,36 @@ async def hold_then_call(x, gate: Gate):
     return await same(await plain(x))
 
 
-# --- exit -------------------------------------------------------------------------------------------
-
-HEAD = """
-import asyncio, sys, time
-import jax, jax.numpy as jnp
-from aiocolocated import TaskChannel, TaskGroup, colocated_python, from_thread
-
-x = jnp.ones(2)
-
-def say(*words):
-    print(" ".join(map(str, words)) + "\\n", end="", flush=True)
-
-@colocated_python
-async def sleep(x, seconds, word=None):
-    await asyncio.sleep(seconds)
-    if word: say(word)
-    return x
-
-@colocated_python
-async def nested(x):
-    await sleep(await plain(x), 0.1)
-    say("ended")
-
-@colocated_python
-def plain(x):
-    time.sleep(0.1)
-    return x
-
-@colocated_python
-async def in_thread(x):
-    await asyncio.sleep(0.2)
-    say(await asyncio.to_thread("ended".lower))
-
-@colocated_python
-async def clean_up(x):
-    say("started")
-    try:
-        await asyncio.sleep(100)
-    finally:
-        await asyncio.sleep(0.2)
-        say("ended")
-"""
-
-IN_FLIGHT = {
-    "sleeping": "sleep(x, 0.3, 'ended')",
-    "queued": "sleep(x, 0.2); sleep(x, 0.1, 'ended')",
-    "nested": "nested(x)",
-    "executor": "in_thread(x)",
-    "many": "[TaskChannel().submit_nowait(sleep, x, 0.2) for _ in range(50)]; sleep(x, 0.3, 'ended')",
-    "dedicated": "TaskChannel(dedicated_thread=True).submit_nowait(sleep, x, 0.3, 'ended')",
-}
+# --- workers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["script", "asyncio.run", "warm"])
-@pytest.mark.parametrize("calls", IN_FLIGHT)
-def test_exit_waits_for_coroutines(calls, where, run_script):
-    """The interpreter goes when all bodies have ended, without a word on stderr."""
-    if sys.version_info[:2] == (3, 12) and where != "warm":
-        pytest.skip("CPython 3.12 starts no thread at exit, and the host's loop needs one")
-    if where == "asyncio.run":
-        source = f"async def main(): {IN_FLIGHT[calls]}\nasyncio.run(main())\n"
-    else:
-        source = ("sleep(x, 0).result()\n" if where == "warm" else "") + IN_FLIGHT[calls] + "\n"
-    finished = run_script(HEAD + source + "say('main ended')\n").check()
-    assert finished.stdout.splitlines() == ["main ended", "ended"]
-    assert finished.stderr == ""
+class SlowToShip:
+    """Takes its time on the worker that makes the shipped copy."""
+
+    def __reduce__(self):
+        return _make_slowly, ()
 
 
-def test_exit_waits_for_clean_up(run_script):
-    """That of a cancelled coroutine is waited for, too."""
-    source = """
-        call = clean_up(x)
-        while not call.state.name == "RUNNING": time.sleep(0.001)
-        time.sleep(0.1)
-        call.cancel()
-    """
-    finished = run_script(HEAD + textwrap.dedent(source)).check()
-    assert finished.stdout.splitlines() == ["started", "ended"]
-    assert finished.stderr == ""
+def _make_slowly() -> SlowToShip:
+    time.sleep(0.05)
+    return SlowToShip()
 
 
-def test_exit_grace_names_coroutines(run_script):
-    """When the grace is over those that still run are named, and the process ends."""
-    source = """
-        from aiocolocated import configure
-        configure(exit_grace=0.3)
-        clean_up(x)
-        time.sleep(0.2)
-    """
-    finished = run_script(HEAD + textwrap.dedent(source)).check(1)
-    assert "clean_up on host in-process" in finished.stderr
+@pytest.mark.asyncio
+async def test_worker_is_not_stuck_in_a_coroutine_that_it_has_started(x):
+    """One that took long to start a coroutine counts as free afterwards, or others are added for it."""
+    captured = SlowToShip()
+
+    @colocated_python
+    async def body(x):
+        return (x, captured)[0]
+
+    async with asyncio.timeout(TIMEOUT):
+        await gather(*(TaskChannel().submit_nowait(f, x) for f in (body, plain, same, body)))
+    await eventually(
+        lambda: runtime.statistics().workers == runtime.statistics().idle, "workers are idle"
+    )
+    assert pool.stuck == 0
 
 
 # --- diagnosis --------------------------------------------------------------------------------------

@@ -971,7 +971,7 @@ def test_error_survives_pickling(kind):
 
 def test_error_tree_is_public_and_complete():
     """Every error is exported, is an AiocolocatedError, and is documented."""
-    assert len(TREE) == 16
+    assert len(TREE) == 17
     for kind in TREE:
         assert getattr(aiocolocated, kind.__name__) is kind
         assert kind.__doc__
@@ -981,6 +981,7 @@ def test_errors_are_also_what_others_expect():
     """except clauses written for anyio, TypeError, ValueError and RuntimeError hold."""
     assert issubclass(aiocolocated.WouldBlock, anyio.WouldBlock)
     assert issubclass(aiocolocated.ChannelClosedError, anyio.ClosedResourceError)
+    assert issubclass(aiocolocated.ObjectClosedError, anyio.ClosedResourceError)
     for kind, base in (
         (aiocolocated.ArgumentError, TypeError),
         (aiocolocated.TracedCallError, ArgumentError),

@@ -957,7 +957,7 @@ def test_caches_that_change_while_they_are_listed_are_listed_again():
 
     member = Box(None)
     members = Changing([member])
-    assert _cache._listed(members) == [member]
+    assert _cache.listed(members) == [member]
     assert len(attempts) == 3
 
 
