@@ -151,7 +151,7 @@ class ColocatedObject:
                 leave = _colocated(
                     self, "__aexit__", info.exit, _of_instance(info.exit), anywhere=True
                 )
-                suppress = await leave(kind, exc)
+                suppress = await leave(_Raised(kind, exc))
         finally:
             await self.aclose()
             del exc, tb
@@ -248,16 +248,32 @@ async def _enter(self: Any) -> None:
     await self.__aenter__()  # its result is most often the instance, which stays
 
 
-async def _exit(self: Any, kind: Any, exc: Any) -> bool:
-    return bool(await self.__aexit__(kind, exc, None))
+async def _exit(self: Any, raised: _Raised) -> bool:
+    return bool(await self.__aexit__(raised.kind, raised.error, None))
 
 
 def _enter_sync(self: Any) -> None:
     self.__enter__()
 
 
-def _exit_sync(self: Any, kind: Any, exc: Any) -> bool:
-    return bool(self.__exit__(kind, exc, None))
+def _exit_sync(self: Any, raised: _Raised) -> bool:
+    return bool(self.__exit__(raised.kind, raised.error, None))
+
+
+class _Raised:
+    """What an ``async with`` block raised. What cannot be shipped is told of all the same."""
+
+    def __init__(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        self.kind = kind
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        kind, error = self.kind, self.error
+        try:
+            _serialization.loads(*_serialization.dumps((kind, error)))
+        except Exception:
+            kind, error = RuntimeError, RuntimeError(f"{type(error).__qualname__}: {error}")
+        return _Raised, (kind, error)
 
 
 def _iterate(self: Any) -> Any:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Protocol
 
-from aiocolocated import _cache, _service
+from aiocolocated import _service
 from aiocolocated._ordering import Gate
 from aiocolocated._runtime import before_exit
 
@@ -15,9 +14,13 @@ class Closable(Protocol):
     """An object or a stream, as its host sees it."""
 
     made: bool  # whether there is anything to close
-    used: bool  # whether there is, or may be once calls are over
     ended: bool  # all by itself
     closing: Any  # the call that closes it
+
+    @property
+    def used(self) -> bool:
+        """Whether there is anything to close, or may be once calls are over."""
+        ...
 
     def close(self, *, dropped: bool = False) -> Any:
         """Begin to close it, once; the call that does."""
@@ -57,8 +60,9 @@ class _Dropped:
         self._closable.close(dropped=True)
 
 
-# What was not closed. At exit it is, when no other call is in flight any more.
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+# What was not closed. At exit it is, when no other call is in flight any more. Not weakly: for what is
+# only in a reference cycle the collector calls every `__del__` and `finally` itself, where it runs.
+_open: set[Closable] = set()
 
 
 def track(closable: Closable) -> None:
@@ -72,6 +76,6 @@ def untrack(closable: Closable) -> None:
 
 @before_exit
 def _close_all() -> None:
-    for closable in _cache.listed(_open):
+    for closable in list(_open):
         if closable.made:
             closable.close(dropped=True)

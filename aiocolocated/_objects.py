@@ -42,6 +42,7 @@ class HostObject:
         "_args",
         "_kwargs",
         "_lock",
+        "called",
         "calls",
         "closing",
         "cls",
@@ -69,6 +70,7 @@ class HostObject:
         self.name = cls.__qualname__
         self.gate: Gate[Any] = Gate(max_concurrency)
         self.calls = 0  # submitted, or waiting for room, and not over
+        self.called = False
         self.closing: ArrayFuture[None] | None = None  # the call that closes it
         self.instance: Any = None
         self.made = False  # its constructor has returned
@@ -80,7 +82,6 @@ class HostObject:
         self._args = args
         self._kwargs = kwargs
         self._lock = threading.Lock()
-        track(self)
 
     # -- on the host ------------------------------------------------------------------------------
 
@@ -103,6 +104,8 @@ class HostObject:
                 self.made = True
                 self._args, self._kwargs = (), {}
                 with LOCK:
+                    if self.closing is None:  # else that call has it
+                        track(self)
                     _service.watch(+1)  # until it is closed: its handle's finalizer says so there
             return self.instance
 
@@ -112,6 +115,7 @@ class HostObject:
             method = reference()
             if method is not None:
                 method.body = None
+                method.cache.clear()  # its entries have the method, and so the object
         self._args, self._kwargs = (), {}
         self.instance = None
         if self.made:
@@ -121,7 +125,7 @@ class HostObject:
     @property
     def used(self) -> bool:
         """Whether there is anything to close, or may be when calls are over (no lock)."""
-        return self.made or self.calls > 0
+        return self.made or self.called
 
     # -- counting (under the lock) ------------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class HostObject:
         if self.closing is not None:
             raise ObjectClosedError(f"the {self.name} object is closed: its methods take no calls")
         self.calls += 1
+        self.called = True
 
     def call_over(self, wakes: Wakes) -> None:
         """A call is over."""
@@ -189,19 +194,18 @@ class ClosePlan:
     def body(self) -> Callable[..., Any]:
         return self._aclose if self.light else self._close
 
-    async def _aclose(self) -> None:
+    async def _aclose(self) -> BaseException | _Done:
+        """Its error is a result here: the instance is dropped in :meth:`finish`, off the loop."""
         owner = self.closes
         assert owner is not None
         try:
             if owner.made:
                 await owner.instance.aclose()
         except BaseException as error:
-            _clear_frames(error)
-            owner.forget()
-            self.closes = None
-            raise
+            return error
         finally:
             del owner
+        return _Done()
 
     def _close(self) -> None:
         owner = self.closes
@@ -225,9 +229,20 @@ class ClosePlan:
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         owner, self.closes = self.closes, None
-        if owner is not None:  # after `_aclose`: not on the loop, it may take long
+        if owner is None:  # after `_close`
+            return None, ()
+        try:
+            if isinstance(value, BaseException):
+                _clear_frames(value)
+                raise value
+        finally:
             owner.forget()
+            del owner, value
         return None, ()
+
+
+class _Done:
+    """A result that no loop's thread looks at, see `_QUICK_RESULTS`."""
 
 
 def _call_close(instance: Any) -> None:

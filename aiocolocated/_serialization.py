@@ -18,6 +18,8 @@ import socket
 import sys
 import threading
 import types
+import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -84,12 +86,17 @@ def carry_by_reference(kind: type[Any]) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not typed
-    def __init__(self, file: io.BytesIO, references: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, references: list[Any], copied: type | None = None) -> None:
         super().__init__(file)
         self._references = references
+        self._copied = copied  # a class to be copied
 
     def persistent_id(self, obj: Any) -> int | None:
-        if _compat.is_by_reference(obj) or type(obj) in _by_reference:
+        if (
+            _compat.is_by_reference(obj)
+            or type(obj) in _by_reference
+            or (isinstance(obj, type) and obj is not self._copied and _stays(obj))
+        ):
             self._references.append(obj)
             return len(self._references) - 1
         return None
@@ -97,9 +104,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _compat.Device):
             return _find_device, (obj.platform, obj.id)
-        if (isinstance(obj, _REFUSED) and not isinstance(obj, _BUFFERS)) or type(
-            obj
-        ) in _refused_here:
+        if _is_refused(obj):
             kind = type(obj)
             raise TypeError(
                 f"objects of type {kind.__module__}.{kind.__qualname__} are not shipped"
@@ -113,7 +118,55 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
                 return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, (types.FunctionType, type)) and (depth := _decorators_of(obj)):
             return _find_decorated, (obj.__module__, obj.__qualname__, depth)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if obj is self._copied and isinstance(reduced, tuple) and len(reduced[1]) == 6:
+            # By the name that cloudpickle gives a class, loading finds the class itself and
+            # overwrites its methods. Under a new one it makes another class.
+            skeleton, arguments, *rest = reduced
+            *arguments, _, extra = arguments
+            return skeleton, (*arguments, uuid.uuid4().hex, extra), *rest
+        return reduced
+
+
+def _stays(cls: type) -> bool:
+    """Whether a class is carried by reference in the process, though other hosts get a copy.
+
+    That is one that cannot be imported: of the program's main module, or made in a function. Instances
+    of a copy would be none of the class, for the caller who gets them back.
+
+    Raises:
+        TypeError: it could not be copied.
+    """
+    if cls in _shippable or _is_found(cls) or _decorators_of(cls):
+        return cls in _shippable
+    _shippable.add(cls)  # now, because it may refer to itself
+    try:
+        _Pickler(io.BytesIO(), [], cls).dump(cls)
+    except BaseException:
+        _shippable.discard(cls)
+        raise
+    return True
+
+
+_shippable: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _is_found(cls: type) -> bool:
+    """Whether another process finds a class by its module and name."""
+    return not _is_copied_module(cls.__module__) and cls is next(
+        _layers(sys.modules.get(cls.__module__), cls.__qualname__), None
+    )
+
+
+def _is_copied_module(module: str) -> bool:
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    return module == "__main__" or any(f"{module}.".startswith(f"{name}.") for name in by_value)
+
+
+def _is_refused(obj: Any) -> bool:
+    return (isinstance(obj, _REFUSED) and not isinstance(obj, _BUFFERS)) or (
+        type(obj) in _refused_here
+    )
 
 
 def _is_importable(module: types.ModuleType) -> bool:
@@ -130,8 +183,7 @@ def _decorators_of(function: types.FunctionType | type) -> int:
     name. That is where a colocated function is, so it would copy the body and the module's globals.
     """
     module = function.__module__
-    by_value = cloudpickle.list_registry_pickle_by_value()
-    if module == "__main__" or any(f"{module}.".startswith(f"{name}.") for name in by_value):
+    if _is_copied_module(module):
         return 0
     layers = _layers(sys.modules.get(module), function.__qualname__)
     return next((depth for depth, layer in enumerate(layers) if layer is function), 0)
@@ -170,11 +222,14 @@ def _find_device(platform: str, device_id: int) -> _compat.Device:
         ) from None
 
 
-def dumps(obj: Any) -> tuple[bytes, list[Any]]:
-    """Pickle by value; arrays and jitted functions come in a list of references beside it."""
+def dumps(obj: Any, copied: type | None = None) -> tuple[bytes, list[Any]]:
+    """Pickle by value; arrays and jitted functions come in a list of references beside it.
+
+    So do classes that cannot be imported, but for the one that is to be ``copied``.
+    """
     references: list[Any] = []
     file = io.BytesIO()
-    _Pickler(file, references).dump(obj)
+    _Pickler(file, references, copied).dump(obj)
     return file.getvalue(), references
 
 
@@ -184,24 +239,26 @@ def loads(data: bytes, references: list[Any]) -> Any:
 
 
 def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Ship a function within the process: through the pickler, as if to another host.
+    """Ship a function or class within the process: through the pickler, as if to another host.
 
     Raises:
         NotShippableError: naming the captured variable.
     """
     try:
-        return cast("Callable[..., Any]", loads(*dumps(function)))
+        copied = function if isinstance(function, type) else None
+        return cast("Callable[..., Any]", loads(*dumps(function, copied)))
     except Exception as error:
         raise _explain(function, error) from error
 
 
 def _explain(function: Callable[..., Any], error: BaseException) -> NotShippableError:
     name = getattr(function, "__qualname__", None) or repr(function)
+    kind = "class" if isinstance(function, type) else "function"
     culprit = _find_culprit(function, depth=0)
     if culprit is None:
-        return NotShippableError(f"colocated function {name} cannot be shipped: {error}")
+        return NotShippableError(f"colocated {kind} {name} cannot be shipped: {error}")
     return NotShippableError(
-        f"colocated function {name} cannot be shipped: {culprit}. Bodies are copied to their host: "
+        f"colocated {kind} {name} cannot be shipped: {culprit}. Bodies are copied to their host: "
         "make it inside the body, keep it in an importable module, or pass plain values as arguments"
     )
 
@@ -212,7 +269,7 @@ def _find_culprit(holder: Any, depth: int) -> str | None:
         try:
             loads(*dumps(value))
         except Exception as error:
-            opaque = isinstance(value, tuple(_opaque))
+            opaque = _is_refused(value) or isinstance(value, tuple(_opaque))
             inner = None if opaque else _find_culprit(value, depth + 1)
             if inner is not None:
                 return f"{inner}, by way of {what}"

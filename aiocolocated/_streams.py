@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, fi
 from aiocolocated import _compat, _serialization, _service, _values
 from aiocolocated._channels import new_channel
 from aiocolocated._coroutines import OneTask
-from aiocolocated._exceptions import ArgumentError, SpecError
+from aiocolocated._exceptions import ArgumentError, ChannelClosedError, SpecError
 from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import ArrayFuture, wait_for_call
 from aiocolocated._lifetimes import HERE, Handle, dropped_gate, track, untrack
@@ -417,7 +417,17 @@ class ArrayStream(Generic[R_co]):
             self._steps.append(submit(step))
 
     def _take(self) -> ArrayFuture[Any] | None:
-        """The next step to wait for; ``None`` at the end."""
+        """The next step to wait for; ``None`` at the end.
+
+        Raises:
+            ChannelClosedError: the stream was closed, and not by ``aclose``.
+        """
+        if self._source.closing is not None and not self._over:
+            self._finish()
+            raise ChannelClosedError(
+                f"the stream of {self._source.name} was closed before its end: the block in which it "
+                "was opened was left, or its object closed"
+            )
         if not self._over:
             self._advance(self._ahead + 1)
         if self._over or not self._steps:

@@ -12,8 +12,8 @@ import jax
 from jax.core import Tracer
 
 from aiocolocated import _readiness, _values
-from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._deadlocks import refuse_cycle
+from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import LoopBridge, Wakes, bridge_for
 from aiocolocated._settings import LOCK

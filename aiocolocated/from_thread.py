@@ -116,6 +116,7 @@ def iterate(items: AsyncIterable[R]) -> Generator[R, None, None]:
 
     .. versionadded:: 0.2
     """
+    _refuse_loop()  # at once, and not only when it has to wait
     iterator = aiter(items)
     try:
         if isinstance(iterator, ArrayStream):
@@ -141,12 +142,16 @@ async def _anext(iterator: AsyncIterator[R]) -> R:
     return await anext(iterator)
 
 
-def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None) -> R:
+def _refuse_loop() -> None:
     if asyncio._get_running_loop() is not None:
         raise DeadlockError(
             "from_thread was called on a running event loop's thread, which it would stop; "
             "await the coroutine instead"
         )
+
+
+def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None) -> R:
+    _refuse_loop()
     if _settings.forked:
         raise _settings.refuse_fork()
     loop = _loop()

@@ -46,11 +46,16 @@ pytestmark = pytest.mark.timeout(100)
 class FakeCall:
     """What an order sees of a call."""
 
-    def __init__(self, name: int = 0, *, wide: bool = False, blocked: int = 0) -> None:
+    _light = False
+
+    def __init__(
+        self, name: int = 0, *, wide: bool = False, blocked: int = 0, gate: Gate | None = None
+    ) -> None:
         self.name = name
         self._state = QUEUED
         self._wide = wide
         self._blocked = blocked
+        self._gate = gate
 
     def __repr__(self) -> str:
         return f"<call {self.name}>"
@@ -156,12 +161,13 @@ def test_gate_caps_wide_calls_of_all_channels():
     """Beyond the limit a wide call waits, narrow ones of other channels do not."""
     gate = Gate(1)
     first, second, narrow = (new_order(gate) for _ in range(3))
-    assert first.push(FakeCall(wide=True))
-    assert first.next() is not None
+    call = FakeCall(wide=True)
+    assert first.push(call)
+    assert first.next() is call
     assert not second.push(FakeCall(wide=True))
     assert narrow.push(FakeCall())
     assert narrow.next() is not None
-    assert gate.leave() == [second]
+    assert gate.leave(call) == [second]
     assert second.next() is not None
 
 
@@ -170,13 +176,13 @@ def test_gate_passes_over_channel_that_lost_its_call():
     gate = Gate(1)
     running, lost, waiting = (new_order(gate) for _ in range(3))
     running.push(FakeCall(wide=True))
-    running.next()
+    call = running.next()
     dead = FakeCall(wide=True)
     lost.push(dead)
     waiting.push(FakeCall(wide=True))
     dead._state = CANCELLED
     lost.settled_in_queue()
-    assert gate.leave() == [waiting]
+    assert gate.leave(call) == [waiting]
 
 
 def test_gate_passes_over_channel_with_narrow_call_in_front():
@@ -184,14 +190,14 @@ def test_gate_passes_over_channel_with_narrow_call_in_front():
     gate = Gate(1)
     running, changed, waiting = (new_order(gate) for _ in range(3))
     running.push(FakeCall(wide=True))
-    running.next()
+    call = running.next()
     dead = FakeCall(wide=True)
     changed.push(dead)
     changed.push(FakeCall())
     waiting.push(FakeCall(wide=True))
     dead._state = CANCELLED
     changed.settled_in_queue()
-    assert gate.leave() == [changed, waiting]
+    assert gate.leave(call) == [changed, waiting]
 
 
 def test_gate_with_higher_limit_admits_several():
@@ -204,6 +210,73 @@ def test_gate_with_higher_limit_admits_several():
         order.push(FakeCall(wide=True))
     gate.limit = 3
     assert gate.admit() == parked[:2]
+
+
+def test_object_gate_lets_the_channel_in_that_waits_longest():
+    """A worker that goes on with its channel does not pass those that wait for the same object."""
+    gate = Gate(1)
+    served, *waiting = (new_order() for _ in range(3))
+    calls = [FakeCall(i, gate=gate) for i in range(2)]
+    for call in calls:
+        served.push(call)
+    assert served.next() is calls[0]
+    for order in waiting:
+        assert not order.push(FakeCall(gate=gate))
+    served.body_ended()
+    assert gate.leave(calls[0]) == waiting[:1]
+    assert served.next() is None  # although the object is at rest: its next method has a place
+    for i, order in enumerate(waiting):
+        call = order.next()
+        assert call is not None
+        order.body_ended()
+        assert gate.leave(call) == [*waiting, served][i + 1 : i + 2]
+        assert order.next() is None
+    assert served.next() is calls[1]
+
+
+def test_object_gate_holds_other_calls_of_a_channel_back():
+    """A method that waits for its object keeps its place in the channel: program order."""
+    gate = Gate(1)
+    first, second = new_order(), new_order()
+    running, method, after = FakeCall(0, gate=gate), FakeCall(1, gate=gate), FakeCall(2)
+    first.push(running)
+    assert first.next() is running
+    assert not second.push(method)
+    assert not second.push(after)
+    assert gate.leave(running) == [second]
+    assert second.next() is method
+
+
+@pytest.mark.parametrize("then", ["nothing", "a call of no object", "a blocked call"])
+def test_object_gate_passes_the_place_of_a_cancelled_call_on(then):
+    """A channel that was let in and lost its call does not keep the others out."""
+    gate = Gate(1)
+    lost, waiting = new_order(), new_order()
+    dead = FakeCall(0, gate=gate)
+    assert lost.push(dead)  # it has a place now
+    if then == "a call of no object":
+        lost.push(FakeCall(1))
+    elif then == "a blocked call":
+        lost.push(FakeCall(1, gate=gate, blocked=1))
+    assert not waiting.push(FakeCall(2, gate=gate))
+    dead._state = CANCELLED
+    lost.settled_in_queue()
+    assert gate.admit() == [waiting]
+    assert waiting.next() is not None
+
+
+def test_object_gate_lets_in_as_many_as_its_limit():
+    """With room for two, the third waits, whichever of the two leaves."""
+    gate = Gate(2)
+    orders = [new_order() for _ in range(4)]
+    calls = [FakeCall(i, gate=gate) for i in range(4)]
+    assert [order.push(call) for order, call in zip(orders, calls, strict=True)] == [
+        *(True, True, False, False)
+    ]
+    assert [order.next() for order in orders[:2]] == calls[:2]
+    assert gate.leave(calls[1]) == [orders[2]]
+    assert gate.leave(calls[0]) == [orders[3]]
+    assert [order.next() for order in orders[2:]] == calls[2:]
 
 
 # --- random histories of the orders alone ----------------------------------------------------------
@@ -229,11 +302,12 @@ def any_lane(chosen):
 
 
 class OrderMachine(RuleBasedStateMachine):
-    """Four channels and their gate, in random hands."""
+    """Four channels, their gate and those of two objects, in random hands."""
 
     @initialize(data=st.data())
     def open(self, data):
         self.gate = Gate(data.draw(st.integers(1, 2), "gate limit"))
+        self.objects = [Gate(data.draw(st.integers(1, 2), "max_concurrency")) for _ in range(2)]
         self.lanes = []
         for _ in range(4):
             pending = data.draw(st.sampled_from([None, 1, 2]), "max_pending")
@@ -258,17 +332,25 @@ class OrderMachine(RuleBasedStateMachine):
         if order.claim():
             self.hand_out(lane)
 
-    def leave_gate(self):
-        for order in self.gate.leave():
+    def leave(self, gate, call):
+        for order in gate.leave(call):
             self.hand_out(self.by_order[id(order)])
+
+    def gates(self, lane, call):
+        """What a call in a channel goes through."""
+        wide = call._wide or lane.order.wide
+        return [gate for gate in (call._gate, self.gate if wide else None) if gate is not None]
 
     @rule(
         data=st.data(),
-        wide=st.sampled_from([True, True, False]),
+        wide=st.sampled_from([True, False]),
         blocked=st.sampled_from([0, 0, 0, 1]),
+        method_of=st.sampled_from([None, 0, 0, 1]),
     )
-    def submit(self, data, wide, blocked):
-        lane, call = self.lane(data), FakeCall(self.count, wide=wide, blocked=blocked)
+    def submit(self, data, wide, blocked, method_of):
+        gate = None if method_of is None else self.objects[method_of]
+        call = FakeCall(self.count, wide=wide, blocked=blocked, gate=gate)
+        lane = self.lane(data)
         self.count += 1
         order = lane.order
         full = lane.max_pending is not None and len(lane.live) >= lane.max_pending
@@ -286,7 +368,8 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def work(self, data):
         lane = self.lane(data, lambda x: x.handed_out and x.running is None)
-        room = self.gate.in_flight < self.gate.limit
+        held = [(gate, len(gate.holders)) for gate in (self.gate, *self.objects)]
+        places = [gate for gate, _ in held if lane.order in gate.places]
         call = lane.order.next()
         if call is None:
             lane.handed_out = False
@@ -294,7 +377,11 @@ class OrderMachine(RuleBasedStateMachine):
             assert call is lane.live.pop(0), "a call overtook another"
             assert not call._blocked
             assert len(lane.computing) < lane.max_in_flight
-            assert room or not call._wide
+            for gate, holders in held:
+                if gate in self.gates(lane, call):
+                    assert holders < gate.limit
+                    if gate not in places:
+                        assert not any(o.needs(gate) for o in gate.parked), "others came first"
             call._state = RUNNING
             lane.running = call
             self.admit(lane)
@@ -307,14 +394,16 @@ class OrderMachine(RuleBasedStateMachine):
         call, lane.running = lane.running, None
         order.body_ended()
         call._state = READY
+        if call._gate is not None:
+            self.leave(call._gate, call)
         if late:
             order.dispatched()
             lane.computing.append(call)
-            if turned_out_wide and not call._wide and self.gate.in_flight < self.gate.limit:
+            if turned_out_wide and not call._wide and self.gate.has_room(order):
                 call._wide = order.wide = True
-                self.gate.enter()
+                self.gate.enter(call, order)
         elif call._wide:
-            self.leave_gate()
+            self.leave(self.gate, call)
 
     @any_lane(lambda lane: lane.computing)
     @rule(data=st.data())
@@ -325,7 +414,7 @@ class OrderMachine(RuleBasedStateMachine):
         if lane.order.computed():
             self.hand_out(lane)
         if call._wide:
-            self.leave_gate()
+            self.leave(self.gate, call)
 
     @any_lane(lambda lane: any(c._blocked for c in lane.live))
     @rule(data=st.data())
@@ -345,8 +434,9 @@ class OrderMachine(RuleBasedStateMachine):
         call._state = CANCELLED
         lane.order.settled_in_queue()
         self.admit(lane)
-        for order in self.gate.admit():
-            self.hand_out(self.by_order[id(order)])
+        for gate in (self.gate, call._gate):
+            for order in gate.admit() if gate is not None else ():
+                self.hand_out(self.by_order[id(order)])
 
     @any_lane(lambda lane: lane.waiting)
     @rule(data=st.data())
@@ -368,29 +458,38 @@ class OrderMachine(RuleBasedStateMachine):
             assert lane.max_pending is None or order.pending <= lane.max_pending
             assert order.idle == (not (lane.live or lane.running or lane.computing or lane.waiting))
         if hasattr(self, "gate"):
-            wide = [c for x in self.lanes for c in (x.running, *x.computing) if c and c._wide]
-            assert self.gate.in_flight == len(wide) <= self.gate.limit
+            wide = {c for x in self.lanes for c in (x.running, *x.computing) if c and c._wide}
+            assert self.gate.holders == wide
+            assert len(wide) <= self.gate.limit
+            running = [x.running for x in self.lanes if x.running is not None]
+            for gate in self.objects:
+                assert gate.holders == {c for c in running if c._gate is gate}
+                assert len(gate.holders) <= gate.limit
 
     @invariant()
     def nothing_is_forgotten(self):
-        """A channel that could start a call is in a worker's hands, unless only the gate's room,
-        promised to others, keeps it."""
+        """A channel that could start a call is in a worker's hands, unless only a gate's room, taken
+        by or promised to others, keeps it."""
         if not hasattr(self, "gate"):
             return
-        room = self.gate.limit - self.gate.in_flight
-        promised = sum(
-            bool(x.live) and (x.live[0]._wide or x.order.wide)
-            for x in self.lanes
-            if x.handed_out and x.running is None
-        )
-        for lane in self.lanes:
-            if lane.handed_out or not lane.live or lane.live[0]._blocked:
+        free = [
+            lane
+            for lane in self.lanes
+            if lane.running is None
+            and lane.live
+            and not lane.live[0]._blocked
+            and len(lane.computing) < lane.max_in_flight
+        ]
+        promised = [(x, self.gates(x, x.live[0])) for x in free if x.handed_out]
+        for lane in free:
+            if lane.handed_out:
                 continue
-            if len(lane.computing) >= lane.max_in_flight:
-                continue
-            wide = lane.live[0]._wide or lane.order.wide
-            assert wide, "a channel that could go on was forgotten"
-            assert room <= promised, "the gate has room that nobody was told of"
+            full = [
+                gate
+                for gate in self.gates(lane, lane.live[0])
+                if len(gate.holders) + sum(gate in gates for _, gates in promised) >= gate.limit
+            ]
+            assert full, "a channel that could go on was forgotten"
 
 
 def test_orders_in_random_histories():
@@ -650,8 +749,8 @@ class ChannelMachine(RuleBasedStateMachine):
             }.items():
                 if getattr(seen, name) != expected:
                     found.append(f"channel {i}: {name} is {getattr(seen, name)}, not {expected}")
-        if _submission.gate.in_flight != self.in_gate:
-            found.append(f"{_submission.gate.in_flight} in the gate, not {self.in_gate}")
+        if len(_submission.gate.holders) != self.in_gate:
+            found.append(f"{len(_submission.gate.holders)} in the gate, not {self.in_gate}")
         return found
 
     async def check_waiter(self, call, task):
