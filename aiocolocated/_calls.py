@@ -19,6 +19,7 @@ from aiocolocated._ordering import Gate
 from aiocolocated._owners import FailureReport, Owner
 from aiocolocated._protocols import Args, CallChannel, CallCounter, Kwargs, Plan
 from aiocolocated._settings import LOCK
+from aiocolocated._threads import OwnThread, ThreadBody
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
 from aiocolocated._waiters import Waiter
 from aiocolocated._workers import local
@@ -80,8 +81,9 @@ class Call:
     _release: Callable[[Wakes], None] | None = None  # gives a task group's slot back
     _object: CallCounter | None = None  # whose method this is
     _gate: Gate[Any] | None = None  # of that object
-    _light: bool = False  # needs a worker for a moment only: its body is a coroutine
-    _body: CoroutineBody | None = None  # that coroutine, while it runs
+    _light: bool = False  # needs a worker for a moment only: its body runs elsewhere
+    _body: CoroutineBody | ThreadBody | None = None  # that body, while it runs
+    _thread: OwnThread | None = None  # where it runs, of an object that is bound to one
     _one_task: OneTask | None = None  # where it runs, if not in a task of its own
     _over_waiters: list[Waiter] | None = None
 

@@ -21,7 +21,8 @@ from aiocolocated._futures import wait_for_call
 from aiocolocated._lifetimes import Handle
 from aiocolocated._objects import HostObject, MethodCode
 from aiocolocated._settings import LOCK
-from aiocolocated._streams import ColocatedGenerator
+from aiocolocated._specializations import Kind, kind_of
+from aiocolocated._streams import ColocatedGenerator, check_read_ahead
 from aiocolocated._submission import submit
 from aiocolocated._waiters import waiting_body
 from aiocolocated._workers import local
@@ -30,7 +31,6 @@ from aiocolocated.hosts.inprocess import inprocess_host
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aiocolocated._specializations import Kind
     from aiocolocated._specs import Devices
 
 # What Python calls without awaiting, and wants a plain value of at once.
@@ -94,7 +94,14 @@ class ColocatedObject:
         if info is None:
             raise TypeError("ColocatedObject is not made directly: use colocated_python_class")
         info.check_constructor(args, kwargs)
-        host_object = HostObject(info.cls, inprocess_host(), args, kwargs, info.max_concurrency)
+        host_object = HostObject(
+            info.cls,
+            inprocess_host(),
+            args,
+            kwargs,
+            max_concurrency=info.max_concurrency,
+            dedicated_thread=info.dedicated_thread,
+        )
         fields = self.__dict__
         fields["_aiocolocated_object"] = host_object
         fields["_aiocolocated_handle"] = Handle(host_object)
@@ -213,10 +220,20 @@ def _name(obj: ColocatedObject) -> str:
 class _ClassInfo:
     """What the proxies of one class share."""
 
-    def __init__(self, cls: type[Any], max_concurrency: int, devices: Devices | None) -> None:
+    def __init__(
+        self,
+        cls: type[Any],
+        *,
+        max_concurrency: int,
+        devices: Devices | None,
+        read_ahead: int | None,
+        dedicated_thread: bool,
+    ) -> None:
         self.cls = cls
         self.max_concurrency = max_concurrency
         self.devices = devices
+        self.read_ahead = check_read_ahead(cls.__qualname__, read_ahead)
+        self.dedicated_thread = dedicated_thread
         self.synchronous = [name for name in _SYNCHRONOUS if _has(cls, name)]
         self.enter: Callable[..., Any] | None = None
         self.exit: Callable[..., Any] | None = None
@@ -303,7 +320,9 @@ def _colocated(
                 code = host_object.methods[name] = made
     devices = obj._aiocolocated_class.devices
     method = ColocatedFunction[..., Any](code, devices=devices, keep=fields["_aiocolocated_handle"])
-    return ColocatedGenerator(method) if "generator" in code.kind else method
+    if "generator" not in code.kind:
+        return method
+    return ColocatedGenerator(method, default=obj._aiocolocated_class.read_ahead)
 
 
 def _of_instance(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
@@ -443,11 +462,21 @@ def _aiter(self: ColocatedObject) -> Any:
 
 @overload
 def colocated_python_class(
-    cls: type[Any], /, *, max_concurrency: int = 1, devices: Any = None
+    cls: type[Any],
+    /,
+    *,
+    max_concurrency: int = 1,
+    devices: Any = None,
+    read_ahead: int | None = None,
+    dedicated_thread: bool = False,
 ) -> type[ColocatedObject]: ...
 @overload
 def colocated_python_class(
-    *, max_concurrency: int = 1, devices: Any = None
+    *,
+    max_concurrency: int = 1,
+    devices: Any = None,
+    read_ahead: int | None = None,
+    dedicated_thread: bool = False,
 ) -> Callable[[type[Any]], type[ColocatedObject]]: ...
 def colocated_python_class(
     cls: type[Any] | None = None,
@@ -455,6 +484,8 @@ def colocated_python_class(
     *,
     max_concurrency: int = 1,
     devices: _compat.Device | Sequence[_compat.Device] | jax.sharding.Mesh | None = None,
+    read_ahead: int | None = None,
+    dedicated_thread: bool = False,
 ) -> Any:
     """Make a class whose instances live on hosts, next to the devices.
 
@@ -466,6 +497,10 @@ def colocated_python_class(
         cls: a plain class; it is not changed, and is the result's ``__wrapped__``.
         max_concurrency: methods of one object that run at once, whoever calls them.
         devices: where methods run that get no arrays, and what they return is placed.
+        read_ahead: items that the object's streams may be ahead of their consumers (default 2), with
+            ``async for`` over the object itself, too.
+        dedicated_thread: run the constructor, every method and the closing on one thread of the
+            object's own, for what is bound to a thread (an SQLite connection). Plain methods only.
 
     Returns:
         A class. ``isinstance(obj, result)`` is true, ``isinstance(obj, cls)`` is not. Of the methods,
@@ -476,7 +511,8 @@ def colocated_python_class(
         it. What Python wants a plain value of at once (``len``, ``in``, ``bool``) is refused in words.
 
     Raises:
-        ArgumentError: ``cls`` is no class, or a colocated one.
+        ArgumentError: ``cls`` is no class, or a colocated one; with ``dedicated_thread``, it has
+            coroutine methods.
         ValueError: ``max_concurrency`` is less than 1.
 
     Ordering: method calls go to the caller's current channel, as calls of functions do.
@@ -501,7 +537,11 @@ def colocated_python_class(
     """
     if cls is None:
         return functools.partial(
-            colocated_python_class, max_concurrency=max_concurrency, devices=devices
+            colocated_python_class,
+            max_concurrency=max_concurrency,
+            devices=devices,
+            read_ahead=read_ahead,
+            dedicated_thread=dedicated_thread,
         )
     if not isinstance(cls, type):
         raise ArgumentError(f"colocated_python_class takes a class, got {cls!r}")
@@ -511,13 +551,36 @@ def colocated_python_class(
         raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency!r}")
     where = _specs.as_devices(devices) if devices is not None else None
     namespace = _namespace(cls, where)
-    namespace["_aiocolocated_class"] = _ClassInfo(cls, max_concurrency, where)
+    if dedicated_thread:
+        _refuse_coroutines(cls)
+    namespace["_aiocolocated_class"] = _ClassInfo(
+        cls,
+        max_concurrency=max_concurrency,
+        devices=where,
+        read_ahead=read_ahead,
+        dedicated_thread=dedicated_thread,
+    )
     return types.new_class(
         cls.__name__,
         (ColocatedObject,),
         {"_aiocolocated": True},
         lambda own: own.update(namespace),
     )
+
+
+def _refuse_coroutines(cls: type[Any]) -> None:
+    for name in dir(cls):
+        attribute = inspect.getattr_static(cls, name)
+        if isinstance(attribute, (staticmethod, classmethod)):
+            continue
+        if inspect.isroutine(attribute) and kind_of(attribute) in (
+            "coroutine",
+            "asynchronous generator",
+        ):
+            raise ArgumentError(
+                f"{cls.__qualname__}.{name} is asynchronous and would run on the host's event loop; "
+                "with dedicated_thread=True, a class has plain methods only"
+            )
 
 
 _serialization.explains_itself(ColocatedObject)

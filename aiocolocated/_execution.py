@@ -19,8 +19,9 @@ from aiocolocated._exceptions import BodyError, CallCancelledError
 from aiocolocated._hostloop import host_loop
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
-from aiocolocated._protocols import Args, Kwargs
+from aiocolocated._protocols import Args, Kwargs, Plan
 from aiocolocated._settings import LOCK
+from aiocolocated._threads import ThreadBody
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, READY, RUNNING
 from aiocolocated._workers import local, pool
 
@@ -151,21 +152,28 @@ class RunnableCall(Call):
         return plan.finish(value)
 
     def _launch(self) -> None:
-        """Make the coroutine and have the host's loop start it."""
+        """Have the body run elsewhere: a coroutine on the host's loop, or its object's own thread."""
         plan, args, kwargs = self._plan, self._args, self._kwargs
         context = self._context
         config, self._config = self._config, None
         self._args = self._kwargs = self._context = None  # type: ignore[assignment]
         try:
             assert context is not None
-            host = host_loop()  # first: without it nobody would close the coroutine
+            # First: without it nobody would close the coroutine.
+            host = host_loop() if self._thread is None else None
             options = context.get(_contexts.scope) or ()
             with _in_force(config, options):
                 if self._convert:
                     args, kwargs = self._bind(args, kwargs)
                 if plan.ships and _settings.current.strict:
                     args, kwargs = self._ship(args, kwargs)
+                if self._thread is not None:
+                    run = partial(_load_and_call, plan, args, kwargs)
+                    self._body = ThreadBody(self, run, context, config, options)
+                    self._thread.put(self._body)
+                    return
                 coroutine = context.run(context.run(plan.body), *args, **kwargs)
+            assert host is not None
             if not inspect.isawaitable(coroutine):
                 raise TypeError(f"{plan.name} is a coroutine function, but gave {coroutine!r}")
             body = CoroutineBody(self, coroutine, context, host, config, options, self._one_task)
@@ -181,7 +189,9 @@ class RunnableCall(Call):
         try:
             error = body.error
             if self._state == CANCELLED and (
-                error is None or isinstance(error, asyncio.CancelledError)
+                error is None
+                or isinstance(error, asyncio.CancelledError)
+                or self._thread is not None
             ):
                 return None, ()
             if error is not None:
@@ -278,6 +288,13 @@ get_traceback: Callable[[BaseException], TracebackType | None] = vars(BaseExcept
     "__traceback__"
 ].__get__
 set_traceback = BaseException.with_traceback  # returns the exception
+
+
+def _load_and_call(plan: Plan, args: Args, kwargs: Kwargs) -> Any:
+    try:
+        return plan.body()(*args, **kwargs)
+    finally:
+        del args, kwargs  # a traceback keeps this frame
 
 
 def _in_force(

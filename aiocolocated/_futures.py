@@ -152,7 +152,7 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
         loop = asyncio.get_running_loop()
         waiter = LoopWaiter(bridge_for(loop), loop.create_future())
         with LOCK:
-            running = self._light and self._channel._order.running is self
+            running = self._light and self._thread is None and self._channel._order.running is self
             if self._state != CANCELLED or not running:
                 return
             if self._over_waiters is None:

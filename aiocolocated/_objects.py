@@ -21,6 +21,7 @@ from aiocolocated._ordering import Gate
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode, Kind, kind_of
 from aiocolocated._submission import take
+from aiocolocated._threads import OwnThread
 from aiocolocated._types import READY
 from aiocolocated._workers import pool
 
@@ -55,6 +56,7 @@ class HostObject:
         "name",
         "shipped",
         "streams",
+        "thread",
     )
 
     def __init__(
@@ -63,12 +65,15 @@ class HostObject:
         host: Host,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
         max_concurrency: int,
+        dedicated_thread: bool,
     ) -> None:
         self.cls = cls
         self.host = host
         self.name = cls.__qualname__
         self.gate: Gate[Any] = Gate(max_concurrency)
+        self.thread = OwnThread(f"aiocolocated-object-{self.name}") if dedicated_thread else None
         self.calls = 0  # submitted, or waiting for room, and not over
         self.called = False
         self.closing: ArrayFuture[None] | None = None  # the call that closes it
@@ -118,6 +123,8 @@ class HostObject:
                 method.cache.clear()  # its entries have the method, and so the object
         self._args, self._kwargs = (), {}
         self.instance = None
+        if self.thread is not None:
+            self.thread.stop()
         if self.made:
             with LOCK:
                 _service.watch(-1)
@@ -164,7 +171,8 @@ class HostObject:
                     call._state = READY
                     self.closing = call
                     return call
-                call._light = plan.light
+                call._thread = self.thread
+                call._light = plan.light or self.thread is not None
                 call._blocked = bool(self.calls)
                 call._gate = dropped_gate if dropped else None
                 self.closing = call
@@ -312,3 +320,6 @@ class MethodCode(FunctionCode):
         super().mark(call)
         call._object = self.object
         call._gate = self.object.gate
+        if self.object.thread is not None:
+            call._thread = self.object.thread
+            call._light = True

@@ -185,7 +185,9 @@ class _Source:
                 call: ArrayFuture[None] = ArrayFuture._create(
                     _Close(self), (), {}, self.channel, None, None, HERE, 0
                 )
-                call._light = self.asynchronous
+                if self.base.object is not None:
+                    call._thread = self.base.object.thread
+                call._light = self.asynchronous or call._thread is not None
                 call._one_task = self.one_task
                 if self.context is not None:
                     call._context, call._config = self.context, self.config
@@ -369,7 +371,7 @@ class ArrayStream(Generic[R_co]):
         first = function._prepare_call(source.channel, args, kwargs, code, lasti, owner)
         source.plan, source.context, source.config = first._plan, first._context, first._config
         first._plan = _First(source)
-        first._light = source.asynchronous
+        first._light = source.asynchronous or first._thread is not None
         first._one_task = source.one_task
         self._first = first
         self._handle = Handle(source)
@@ -412,7 +414,7 @@ class ArrayStream(Generic[R_co]):
                 step._context, step._config = source.context, source.config
                 if source.base.special:
                     source.base.mark(step)
-                step._light = source.asynchronous
+                step._light = source.asynchronous or step._thread is not None
                 step._one_task = source.one_task
             self._steps.append(submit(step))
 
@@ -511,6 +513,14 @@ class ArrayStream(Generic[R_co]):
         raise TypeError(f"an ArrayStream cannot be pickled: pass its items ({self!r})")
 
 
+def check_read_ahead(name: str, read_ahead: int | None) -> int | None:
+    if read_ahead is not None and (
+        isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0
+    ):
+        raise SpecError(f"{name}: read_ahead must be an int of 0 or more, got {read_ahead!r}")
+    return read_ahead
+
+
 @final
 class ColocatedGenerator(Generic[P, R]):
     """A generator function that runs on the hosts of its arguments' devices.
@@ -520,11 +530,17 @@ class ColocatedGenerator(Generic[P, R]):
     .. versionadded:: 0.2
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_function", "_read_ahead")
+    __slots__ = ("__dict__", "__weakref__", "_default", "_function", "_read_ahead")
 
-    def __init__(self, function: ColocatedFunction[P, Any], read_ahead: int | None = None) -> None:
+    def __init__(
+        self,
+        function: ColocatedFunction[P, Any],
+        read_ahead: int | None = None,
+        default: int | None = None,
+    ) -> None:
         self._function = function
         self._read_ahead = read_ahead
+        self._default = _READ_AHEAD if default is None else default
         functools.update_wrapper(self, function._base.function)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> ArrayStream[R]:
@@ -533,7 +549,7 @@ class ColocatedGenerator(Generic[P, R]):
         Raises: as for calling a :class:`ColocatedFunction`.
         """
         frame = sys._getframe(1)
-        ahead = _READ_AHEAD if self._read_ahead is None else self._read_ahead
+        ahead = self._default if self._read_ahead is None else self._read_ahead
         return ArrayStream._open(self._function, args, kwargs, ahead, frame.f_code, frame.f_lasti)
 
     def specialize(
@@ -558,16 +574,11 @@ class ColocatedGenerator(Generic[P, R]):
         """
         if read_ahead is not None and self._read_ahead is not None:
             raise SpecError(f"{self._function._base.name}: read_ahead already specified")
-        if read_ahead is not None and (
-            isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0
-        ):
-            raise SpecError(
-                f"{self._function._base.name}: read_ahead must be an int of 0 or more, got "
-                f"{read_ahead!r}"
-            )
+        check_read_ahead(self._function._base.name, read_ahead)
         return ColocatedGenerator(
             self._function.specialize(in_specs, out_specs_fn, devices),
             read_ahead if read_ahead is not None else self._read_ahead,
+            self._default,
         )
 
     def _prepare_call(self, *args: Any) -> NoReturn:

@@ -32,6 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_waiters",
         "_protocols",
         "_coroutines",
+        "_threads",
         "_calls",
         "_deadlocks",
         "_execution",
