@@ -163,6 +163,20 @@ def serve_here() -> None:
         _here.release()
 
 
+def take(source: SimpleQueue[Action | None], timeout: float) -> Action | None:
+    """The next action; waits for ``timeout`` seconds at most.
+
+    Looks first: where the queue's lock is free, Python 3.11 and 3.12 take it and then wait for what is
+    left of the timeout, which is for ever where that has become negative meanwhile.
+    """
+    try:
+        return source.get_nowait()
+    except Empty:
+        if timeout <= 0:
+            raise
+    return source.get(timeout=timeout)
+
+
 def _serve() -> None:
     global running
     idle_since = monotonic()
@@ -170,7 +184,7 @@ def _serve() -> None:
         now = monotonic()
         timeout = min(_timers[0][0] - now, _IDLE_SECONDS) if _timers else _IDLE_SECONDS
         try:
-            action = inbox.get(timeout=timeout) if timeout > 0 else inbox.get_nowait()
+            action = take(inbox, timeout)
         except Empty:
             action = None
             stopping = _ending

@@ -368,7 +368,10 @@ class ArrayStream(Generic[R_co]):
         self = cls.__new__(cls)
         owner = current_owner()
         source = _Source(function._base, owner)
-        first = function._prepare_call(source.channel, args, kwargs, code, lasti, owner)
+        first = function._prepare_call(source.channel, args, kwargs, code, lasti)
+        # The block waits for the closing, which waits for the steps: one of them may never end
+        # before it is cancelled.
+        first._owner = None
         source.plan, source.context, source.config = first._plan, first._context, first._config
         first._plan = _First(source)
         first._light = source.asynchronous or first._thread is not None
@@ -406,7 +409,7 @@ class ArrayStream(Generic[R_co]):
                     (),
                     {},
                     source.channel,
-                    source.owner,
+                    None,
                     asyncio._get_running_loop(),
                     self._code,
                     self._lasti,

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import queue
 import threading
 import weakref
 
@@ -23,6 +25,7 @@ from aiocolocated import (
     _compat,
     _loops,
     _readiness,
+    _service,
     colocated_python,
     wait_until_ready,
 )
@@ -614,3 +617,21 @@ def test_loops_of_other_threads_may_come_and_go(monkeypatch):
         assert result is x
 
     asyncio.run(main())
+
+
+def test_service_thread_takes_no_tiny_timeout_for_ever():
+    """Python 3.11 and 3.12 wait for ever where a short timeout has passed before the wait begins."""
+
+    inbox = queue.SimpleQueue()
+
+    def take_often():
+        for _ in range(30_000):
+            inbox.put(None)
+            inbox.get()
+            with contextlib.suppress(queue.Empty):
+                _service.take(inbox, 1e-9)
+
+    thread = threading.Thread(target=take_often, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
