@@ -12,10 +12,7 @@ from aiocolocated._channels import (
     TaskChannel as TaskChannel,
     TaskChannelStatistics as TaskChannelStatistics,
 )
-from aiocolocated._classes import (
-    ColocatedObject as ColocatedObject,
-    colocated_python_class as colocated_python_class,
-)
+from aiocolocated._classes import colocated_python_class as colocated_python_class
 from aiocolocated._contexts import jax_scope as jax_scope
 from aiocolocated._decorators import colocated_python as colocated_python
 from aiocolocated._devices import colocated_cpu_devices as colocated_cpu_devices
@@ -44,6 +41,7 @@ from aiocolocated._functions import (
     clear_caches as clear_caches,
 )
 from aiocolocated._futures import ArrayFuture as ArrayFuture, as_argument as as_argument
+from aiocolocated._proxies import ColocatedObject as ColocatedObject
 from aiocolocated._runtime import (
     CallInfo as CallInfo,
     Runtime as Runtime,

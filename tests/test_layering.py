@@ -54,6 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_streams",
         "_decorators",
         "_objects",
+        "_proxies",
         "_classes",
     ),
     "L5": ("from_thread", "__init__", "testing/*"),
