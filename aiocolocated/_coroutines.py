@@ -80,7 +80,7 @@ class CoroutineBody:
     def cancel(self, wakes: Wakes) -> None:
         """Have the loop cancel it (any thread, under the lock)."""
         assert self._host.bridge is not None
-        self._host.bridge.post(LoopCallback(self._cancel, None, self._context))
+        self._host.bridge.post(LoopCallback(self._cancel, None, contextvars.Context()))
         wakes.bridge(self._host.bridge)
 
     def _tell(self, function: Any) -> None:
@@ -203,10 +203,14 @@ class OneTask:
     async def _run(self) -> None:
         task = asyncio.current_task()
         assert task is not None
+        struck = False
         while True:
             step, self._next = self._next, None
             if step is not None:
                 self._current = step
+                if struck:
+                    struck = False
+                    task.cancel()
                 await step.run()
                 self._current = None
                 while task.cancelling():  # that was meant for the step
@@ -217,7 +221,14 @@ class OneTask:
                 return
             else:
                 self._wake = task.get_loop().create_future()
-                await self._wake
+                try:
+                    await self._wake
+                except asyncio.CancelledError:
+                    if pool.ended:
+                        raise
+                    # By a timeout or task group that is open across a yield: the next step gets it.
+                    task.uncancel()
+                    struck = True
 
 
 class _Turn:
@@ -242,10 +253,12 @@ class _Turn:
         self._callback = partial(call_soon, function, None, context=context)
 
     async def run(self) -> None:
-        if self._cancelled:
-            self._coroutine.close()
+        coroutine, cancelled = self._coroutine, self._cancelled
+        del self  # tracebacks of what fails have this frame, and this leads to the error again
+        if cancelled:
+            coroutine.close()
         else:
-            await self._coroutine  # raises nothing
+            await coroutine  # raises nothing
 
     def over(self) -> None:
         self._callback()

@@ -147,6 +147,9 @@ class RunnableCall(Call):
                     del args, kwargs
                     args, kwargs = (), {}
                     return plan.finish(value)
+        except BaseException:
+            body = plan = None  # type: ignore[assignment] # of a stream, they have it
+            raise
         finally:
             del self, args, kwargs, context
         return plan.finish(value)
