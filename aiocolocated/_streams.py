@@ -4,27 +4,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, final
 
-from aiocolocated import _compat, _serialization, _service, _values
-from aiocolocated._channels import new_channel
-from aiocolocated._coroutines import OneTask
+from aiocolocated import _compat, _serialization, _values
 from aiocolocated._exceptions import ArgumentError, ChannelClosedError, SpecError
 from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import ArrayFuture, wait_for_call
-from aiocolocated._lifetimes import HERE, Handle, dropped_gate, track, untrack
-from aiocolocated._loops import Wakes
-from aiocolocated._owners import Owner, current_owner
+from aiocolocated._lifetimes import Handle, track
+from aiocolocated._owners import current_owner
 from aiocolocated._protocols import Args, Kwargs
-from aiocolocated._settings import LOCK
-from aiocolocated._specializations import FunctionCode
-from aiocolocated._submission import submit, take
-from aiocolocated._workers import pool
+from aiocolocated._sources import END, First, Source
+from aiocolocated._submission import submit
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -36,272 +30,6 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 _READ_AHEAD = 2
-
-
-class _End:
-    """The result of a step that found the body's end."""
-
-
-_END = _End()
-
-
-class _Source:
-    """The body of a stream, as its host sees it; the ``Plan`` of the calls that advance it.
-
-    Each step is a call of its own in the stream's channel, so between two items nothing of the body
-    runs, and nothing is held that limits calls. All steps run in the context of the first one.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_iterator",
-        "base",
-        "channel",
-        "closing",
-        "config",
-        "context",
-        "ended",
-        "made",
-        "one_task",
-        "owner",
-        "plan",
-    )
-    ships = False
-    dispatches = False
-    used = True
-
-    def __init__(self, base: FunctionCode, owner: Owner | None) -> None:
-        self.base = base
-        self.owner = owner
-        self.channel = new_channel(f"stream {base.name}")
-        self.made = False  # the iterator
-        self.ended = False  # by itself, by an error, or closed
-        self.closing: ArrayFuture[None] | None = None
-        self.plan: Any = None  # of the first call: it places and checks items
-        self.context: contextvars.Context | None = None
-        self.config: _compat.Snapshot | None = None
-        self.one_task = OneTask() if self.asynchronous else None
-        self._iterator: Any = None
-
-    # -- Plan ---------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def host(self) -> str:
-        return self.base.host.name
-
-    @property
-    def devices(self) -> Any:
-        return self.plan.devices
-
-    @property
-    def asynchronous(self) -> bool:
-        return self.base.kind == "asynchronous generator"
-
-    def is_loaded(self) -> bool:
-        return self.made
-
-    def body(self) -> Callable[..., Any]:
-        return self.anext if self.asynchronous else self.next
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return args, kwargs
-
-    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        if value is _END:
-            return value, ()
-        result: tuple[Any, Sequence[Any]] = self.plan.finish(value)
-        return result
-
-    # -- steps (on the host) --------------------------------------------------------------------------
-
-    def begin(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the iterator and take its first step (worker thread)."""
-        try:
-            iterable = self.plan.body()(*args, **kwargs)
-            self._iterator = aiter(iterable) if self.asynchronous else iter(iterable)
-            self.made = True
-            with LOCK:
-                _service.watch(+1)  # until it has ended: its handle's finalizer says so there
-            return self.body()()
-        finally:
-            del self, args, kwargs
-
-    def next(self) -> Any:
-        try:
-            return _END if self._iterator is None else next(self._iterator)
-        except StopIteration:
-            self.end()
-            return _END
-        except BaseException:
-            self.end()
-            raise
-        finally:
-            del self
-
-    async def anext(self) -> Any:
-        try:
-            return _END if self._iterator is None else await anext(self._iterator)
-        except StopAsyncIteration:
-            self.end()
-            return _END
-        except asyncio.CancelledError:  # only generators end with that
-            raise
-        except BaseException:
-            self.end()
-            raise
-        finally:
-            del self
-
-    def end(self) -> None:
-        """There is nothing to advance any more."""
-        self._iterator = None
-        if self.one_task is not None:
-            self.one_task.stop()
-        untrack(self)
-        with LOCK:
-            if self.made and not self.ended:
-                _service.watch(-1)
-            self.ended = True
-
-    # -- closing --------------------------------------------------------------------------------------
-
-    def close(self, *, dropped: bool = False) -> ArrayFuture[None]:
-        """Cancel its steps; the call that closes a generator, so that its ``finally`` runs."""
-        wakes = Wakes()
-        with LOCK:
-            if self.closing is None:
-                untrack(self)
-                order = self.channel._order
-                for step in (order.running, *order.queue):
-                    if step is not None:
-                        step._cancel(wakes, ": its stream was closed")
-                call: ArrayFuture[None] = ArrayFuture._create(
-                    _Close(self), (), {}, self.channel, None, None, HERE, 0
-                )
-                if self.base.object is not None:
-                    call._thread = self.base.object.thread
-                call._light = self.asynchronous or call._thread is not None
-                call._one_task = self.one_task
-                if self.context is not None:
-                    call._context, call._config = self.context, self.config
-                call._gate = dropped_gate if dropped else None
-                if self.base.object is not None:
-                    call._gate = self.base.object.gate
-                    call._object = self.base.object
-                    self.base.object.calls += 1
-                if self.owner is not None and not self.owner.closed:
-                    # It is not the owner's own call, because that would be cancelled with the others.
-                    self.owner.live += 1
-                    call._release = functools.partial(_closed, self.owner, call)
-                self.closing = call
-                take(call)
-                if order.push(call):
-                    pool.schedule(self.channel)
-        wakes.pay()
-        return self.closing
-
-    def close_iterator(self) -> None:
-        try:
-            if isinstance(self._iterator, Generator):
-                self._iterator.close()
-        finally:
-            self.end()
-            del self
-
-    async def aclose_iterator(self) -> None:
-        try:
-            if isinstance(self._iterator, AsyncGenerator):
-                await self._iterator.aclose()
-        finally:
-            self.end()
-            del self
-
-
-class _First:
-    """The ``Plan`` of a stream's first step, which has the arguments."""
-
-    __slots__ = ("_source",)
-    ships = True
-    dispatches = False
-
-    def __init__(self, source: _Source) -> None:
-        self._source = source
-
-    @property
-    def name(self) -> str:
-        return self._source.name
-
-    @property
-    def host(self) -> str:
-        return self._source.host
-
-    @property
-    def devices(self) -> Any:
-        return self._source.devices
-
-    def is_loaded(self) -> bool:
-        return False
-
-    def body(self) -> Callable[..., Any]:
-        return self._source.begin
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return self._source.plan.futures(args, kwargs)  # type: ignore[no-any-return]
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return self._source.plan.bind(args, kwargs, values)  # type: ignore[no-any-return]
-
-    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        return self._source.finish(value)
-
-
-class _Close:
-    """The ``Plan`` of the call that closes a stream."""
-
-    __slots__ = ("_source", "host", "name")
-    devices = None
-    ships = False
-    dispatches = False
-
-    def __init__(self, source: _Source) -> None:
-        self._source: _Source | None = source
-        self.host = source.host
-        self.name = f"{source.name} (closing)"
-
-    def is_loaded(self) -> bool:
-        return True
-
-    def body(self) -> Callable[..., Any]:
-        # No cycle with the source, or its error were reported when the collector comes along.
-        source, self._source = self._source, None
-        assert source is not None
-        return source.aclose_iterator if source.asynchronous else source.close_iterator
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return args, kwargs
-
-    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        return None, ()
-
-
-def _closed(owner: Owner, call: ArrayFuture[None], wakes: Wakes) -> None:
-    """A stream of a block is closed; what its body raised then is the block's (under the lock)."""
-    if call._report is not None and not owner.closed:
-        owner.call_failed(call._report)
-    owner.call_over(wakes)
-
-
-# --- the public objects ----------------------------------------------------------------------------
 
 
 @final
@@ -367,13 +95,13 @@ class ArrayStream(Generic[R_co]):
     ) -> ArrayStream[Any]:
         self = cls.__new__(cls)
         owner = current_owner()
-        source = _Source(function._base, owner)
+        source = Source(function._base, owner)
         first = function._prepare_call(source.channel, args, kwargs, code, lasti)
         # The block waits for the closing, which waits for the steps: one of them may never end
         # before it is cancelled.
         first._owner = None
         source.plan, source.context, source.config = first._plan, first._context, first._config
-        first._plan = _First(source)
+        first._plan = First(source)
         first._light = source.asynchronous or first._thread is not None
         first._one_task = source.one_task
         self._first = first
@@ -393,9 +121,9 @@ class ArrayStream(Generic[R_co]):
         return self
 
     @property
-    def _source(self) -> _Source:
+    def _source(self) -> Source:
         source = self._handle.closable
-        assert isinstance(source, _Source)
+        assert isinstance(source, Source)
         return source
 
     def _advance(self, count: int) -> None:
@@ -453,7 +181,7 @@ class ArrayStream(Generic[R_co]):
 
     def _took(self, item: Any) -> bool:
         """Whether an item is one, and not the end."""
-        if item is _END:
+        if item is END:
             self._finish()
             return False
         return True

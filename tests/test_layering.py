@@ -51,6 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_taskgroups",
         "_waiting",
         "_lifetimes",
+        "_sources",
         "_streams",
         "_decorators",
         "_objects",

@@ -20,7 +20,8 @@ from aiocolocated import (
     open_task_channel,
     runtime,
 )
-from aiocolocated._streams import ArrayStream, _Source
+from aiocolocated._sources import Source
+from aiocolocated._streams import ArrayStream
 from aiocolocated.testing import Recorder
 
 pytestmark = pytest.mark.timeout(120)
@@ -59,7 +60,7 @@ class Both:
 def open_streams() -> int:
     """Streams that exist, for their users or on their host."""
     gc.collect()
-    return sum(type(o) in (ArrayStream, _Source) for o in gc.get_objects())
+    return sum(type(o) in (ArrayStream, Source) for o in gc.get_objects())
 
 
 @pytest.fixture(autouse=True)
