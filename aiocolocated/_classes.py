@@ -208,7 +208,8 @@ def colocated_python_class(
             read_ahead=read_ahead,
             dedicated_thread=dedicated_thread,
         )
-    if not isinstance(cls, type):
+    given: Any = cls
+    if not isinstance(given, type):
         raise ArgumentError(f"colocated_python_class takes a class, got {cls!r}")
     if issubclass(cls, ColocatedObject):
         raise ArgumentError(f"{cls.__qualname__} is a colocated class already")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiocolocated import _compat, _contexts
@@ -250,7 +249,7 @@ class _Turn:
         self, function: Callable[[object], object], *, context: contextvars.Context
     ) -> None:
         call_soon = asyncio.get_running_loop().call_soon
-        self._callback = partial(call_soon, function, None, context=context)
+        self._callback = lambda: call_soon(function, None, context=context)
 
     async def run(self) -> None:
         coroutine, cancelled = self._coroutine, self._cancelled

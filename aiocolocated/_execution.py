@@ -189,8 +189,8 @@ class RunnableCall(Call):
         """What a coroutine that has ended gave."""
         body, self._body = self._body, None
         assert body is not None
+        error = body.error
         try:
-            error = body.error
             if self._state == CANCELLED and (
                 error is None
                 or isinstance(error, asyncio.CancelledError)

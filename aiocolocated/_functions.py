@@ -178,7 +178,7 @@ class ColocatedFunction(Generic[P, R]):
             elif _values.is_numpy(leaf):
                 parts.append((leaf.shape, leaf.dtype))
                 convert = True
-            elif isinstance(leaf, _values.REFUSED):
+            elif isinstance(leaf, _values.unfinished):
                 raise self._refused_argument(args, kwargs, leaf)
             else:
                 parts.append(None)  # a Python value: its specialization is that of any other value

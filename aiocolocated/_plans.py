@@ -44,7 +44,7 @@ def collect(
             arrays.append(array)
         elif _values.is_numpy(leaf):
             numpy_seen = True
-        elif type(leaf) is ArrayFuture or isinstance(leaf, _values.REFUSED):
+        elif type(leaf) is ArrayFuture or isinstance(leaf, _values.unfinished):
             for other in leaves:
                 if isinstance(other, types.CoroutineType):
                     other.close()

@@ -64,7 +64,7 @@ class ColocatedObject:
     _aiocolocated_class: Any = None  # a `ClassInfo`, of the classes that are made
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
-        info: ClassInfo = self._aiocolocated_class
+        info: ClassInfo | None = self._aiocolocated_class
         if info is None:
             raise TypeError("ColocatedObject is not made directly: use colocated_python_class")
         info.check_constructor(args, kwargs)

@@ -122,7 +122,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
         if obj is self._copied and isinstance(reduced, tuple) and len(reduced[1]) == 6:
             # By the name that cloudpickle gives a class, loading finds the class itself and
             # overwrites its methods. Under a new one it makes another class.
-            skeleton, arguments, *rest = reduced
+            skeleton, arguments, *rest = cast("Any", reduced)
             *arguments, _, extra = arguments
             return skeleton, (*arguments, uuid.uuid4().hex, extra), *rest
         return reduced

@@ -50,8 +50,9 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
-        if not isinstance(self.strict, bool):
-            raise ValueError(f"strict must be a bool, got {self.strict!r}")
+        strict: Any = self.strict
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict must be a bool, got {strict!r}")
         for name in ("worker_idle_timeout", "slow_call", "exit_grace"):
             value = getattr(self, name)
             if value is None and name != "worker_idle_timeout":

@@ -244,7 +244,7 @@ class ArrayStream(Generic[R_co]):
         raise TypeError(f"an ArrayStream cannot be pickled: pass its items ({self!r})")
 
 
-def check_read_ahead(name: str, read_ahead: int | None) -> int | None:
+def check_read_ahead(name: str, read_ahead: Any) -> int | None:
     if read_ahead is not None and (
         isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0
     ):

@@ -62,7 +62,7 @@ class ThreadBody:
         config: _compat.Snapshot | None,
         options: tuple[tuple[str, Any], ...],
     ) -> None:
-        self._call = call
+        self._call: Any = call
         self._function: Callable[[], Any] | None = function
         self._context = context
         self.config = config

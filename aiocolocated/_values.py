@@ -87,27 +87,27 @@ def array_of(leaf: Any) -> Any:
 
 
 # What would arrive unfinished, a forgotten await say, or has to stay where it is: type -> what to do.
-_UNFINISHED: dict[type[Any], str] = {
+_INSTEAD: dict[type[Any], str] = {
     types.CoroutineType: "await it first",
     types.GeneratorType: "take its items first",
     types.AsyncGeneratorType: "take its items first",
     asyncio.Future: "await it first; only array futures are waited for",
 }
-REFUSED: tuple[type[Any], ...] = tuple(_UNFINISHED)
+unfinished: tuple[type[Any], ...] = tuple(_INSTEAD)
 
 
 def refuse(kind: type[Any], instead: str) -> None:
     """Take no instances of ``kind`` as arguments or results."""
-    global REFUSED
-    _UNFINISHED[kind] = instead
-    REFUSED = tuple(_UNFINISHED)
+    global unfinished
+    _INSTEAD[kind] = instead
+    unfinished = tuple(_INSTEAD)
 
 
 def refused(leaf: Any, what: str) -> ArgumentError:
-    """The error for an instance of ``REFUSED``; ``what`` is or returned it."""
+    """The error for an instance of ``unfinished``; ``what`` is or returned it."""
     if isinstance(leaf, types.CoroutineType):
         leaf.close()  # or Python says that it was never awaited
-    instead = next(words for kind, words in _UNFINISHED.items() if isinstance(leaf, kind))
+    instead = next(words for kind, words in _INSTEAD.items() if isinstance(leaf, kind))
     return ArgumentError(f"{what} {_a(type(leaf).__name__)}: {instead}")
 
 
@@ -124,5 +124,5 @@ def refuse_traced(name: str) -> TracedCallError:
 
 
 def refuse_argument(leaf: Any, where: str) -> None:
-    if isinstance(leaf, REFUSED):
+    if isinstance(leaf, unfinished):
         raise refused(leaf, f"an argument of the {where} is")

@@ -38,6 +38,7 @@ class Job(Protocol):
 
     def _is_quick(self) -> bool:
         """Whether `_execute` takes a moment, so that a loop's thread may do it."""
+        ...
 
     def _execute(self, wakes: Wakes) -> bool:
         """Run the body and settle; false if that takes place elsewhere.
@@ -45,6 +46,7 @@ class Job(Protocol):
         Called without the lock; must not raise. What went on elsewhere has its channel scheduled
         when it is over, and is executed again to settle.
         """
+        ...
 
     def _break_off(self, error: BaseException, wakes: Wakes) -> None:
         """Settle whatever state the call is in."""

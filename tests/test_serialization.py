@@ -920,6 +920,6 @@ def test_module_that_cannot_be_imported_is_refused():
     """A copy of a module would not be the one that others use; importable ones go by name."""
     made_up = types.ModuleType("made_up")
     function = colocated_python(lambda x: made_up.__name__)
-    with pytest.raises(NotShippableError, match="'made_up'.*hosts cannot import it"):
+    with pytest.raises(NotShippableError, match=r"'made_up'.*hosts cannot import it"):
         run(function, numbers())
     assert run(colocated_python(lambda x: functools.__name__), numbers()) == "functools"
