@@ -102,10 +102,14 @@ def _namespace(cls: type[Any], devices: Devices | None) -> dict[str, Any]:
     if "__len__" in namespace or "__bool__" in namespace:
         way = "its truth is on its host; use 'obj is not None', or 'await obj.__len__()'"
         namespace["__bool__"] = _refusal("__bool__", "bool(obj)", way)
-    if has(cls, "__aiter__") or has(cls, "__iter__"):
+    if has(cls, "__aiter__") or has(cls, "__iter__") or has(cls, "__getitem__"):
+        # With `__getitem__` alone Python would call it until it raises an IndexError, for ever.
         namespace["__aiter__"] = _aiter
         way = "use 'async for', or from_thread.iterate(obj) where there is no loop"
-        namespace["__iter__"] = _refusal("__iter__", "iterating", way)
+        for name in ("__iter__", "__reversed__"):
+            namespace[name] = _refusal(name, "iterating", way)
+        if not has(cls, "__contains__"):
+            namespace["__contains__"] = _refusal("__contains__", "x in obj", way)
     return namespace
 
 

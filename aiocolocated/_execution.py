@@ -71,8 +71,8 @@ class RunnableCall(Call):
         order = self._channel._order
         with LOCK:
             order.body_ended()
-            if self._gate is not None:
-                self._channel._hand_out(self._gate.leave(self))
+            if self._gate is not None and (admitted := self._gate.leave(self)):
+                self._channel._hand_out(admitted)
             if error is not None:
                 if self._state == RUNNING:
                     self._fail(wakes, error, get_traceback(error))
@@ -86,9 +86,12 @@ class RunnableCall(Call):
                     order.pending
                     and self._owner is None
                     and self._release is None
-                    and not (self._wide or self._light or self._object)
+                    and not (self._wide or self._light)
                 ):
                     self._loop = None  # the common case of what follows
+                    if self._object is not None:
+                        self._object.call_over(wakes)
+                        self._object = None
                 else:
                     self._computed(wakes)
             else:

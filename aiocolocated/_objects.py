@@ -317,9 +317,11 @@ class MethodCode(FunctionCode):
             del self, args, kwargs  # a traceback keeps this frame
 
     def mark(self, call: Call) -> None:
-        super().mark(call)
-        call._object = self.object
-        call._gate = self.object.gate
-        if self.object.thread is not None:
-            call._thread = self.object.thread
+        owner = self.object
+        call._object = owner
+        call._gate = owner.gate
+        if owner.thread is not None:
+            call._thread = owner.thread
+            call._light = True
+        elif self.kind == "coroutine":
             call._light = True

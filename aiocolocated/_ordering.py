@@ -73,13 +73,14 @@ class Gate(Generic[C]):
             del self.places[order]
 
     def enter(self, call: C, order: ChannelOrder[C]) -> None:
-        self.places.pop(order, None)
+        if self.places:
+            self.places.pop(order, None)
         self.holders.add(call)
 
     def leave(self, call: C) -> list[ChannelOrder[C]]:
         """One is over; as :meth:`admit`."""
         self.holders.discard(call)
-        return self.admit()
+        return self.admit() if self.parked else []
 
     def admit(self) -> list[ChannelOrder[C]]:
         """Claim parked channels for the room there is; the caller hands them to workers.
@@ -196,7 +197,10 @@ class ChannelOrder(Generic[C]):
             or call._state != QUEUED
             or call._blocked
             or call._wide
-            or call._gate is not None
+            or (
+                (gate := call._gate) is not None
+                and (gate.places or len(gate.holders) >= gate.limit)
+            )
             or self.wide
             or self.in_flight
         ):  # not the common case

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, C
 from typing import Any, ParamSpec, TypeVar
 
 from aiocolocated import _settings
-from aiocolocated._exceptions import CallCancelledError, DeadlockError
+from aiocolocated._exceptions import CallCancelledError, DeadlockError, ShutdownError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._hostloop import host_loop
 from aiocolocated._streams import ArrayStream
@@ -135,7 +135,8 @@ def iterate(items: AsyncIterable[R]) -> Generator[R, None, None]:
     finally:
         aclose = getattr(iterator, "aclose", None)
         if aclose is not None:
-            run(aclose)
+            with contextlib.suppress(ShutdownError):  # the exit has closed it already
+                run(aclose)
 
 
 async def _anext(iterator: AsyncIterator[R]) -> R:

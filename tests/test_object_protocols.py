@@ -563,3 +563,26 @@ async def test_object_without_context_manager_is_closed_by_async_with(x):
             raise KeyError
     with pytest.raises(ObjectClosedError, match="the Counter object is closed"):
         counter.add(x)
+
+
+class Numbers:
+    """A map-style data set: Python's old iteration protocol."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index >= len(self):
+            raise IndexError(index)
+        return index * 10
+
+
+@pytest.mark.asyncio
+async def test_class_with_getitem_alone_is_iterated_on_its_host(cpu_devices):
+    """Python itself would ask for one item after the other, for ever: a future is no IndexError."""
+    async with colocated_python_class(Numbers, devices=cpu_devices[0])() as numbers:
+        assert [item async for item in numbers] == [0, 10, 20]
+        assert await numbers[1] == 10
+        for use in (list, iter, reversed, lambda obj: 10 in obj):
+            with pytest.raises(TypeError, match="'async for'"):
+                use(numbers)

@@ -554,6 +554,7 @@ async def test_refused_service_thread_is_tried_again(monkeypatch):
     """The next call starts the service thread that the system refused once."""
     await end_workers()
     monkeypatch.setattr(_service, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(_service, "_watched", 0)  # by objects that other tests have open
     configure(slow_call=0.1)  # a nearer look at slow calls
     _service.post(_service._timers.clear)  # in place of one that is seconds away
     await same(X)
