@@ -106,10 +106,10 @@ def _namespace(cls: type[Any], devices: Devices | None) -> dict[str, Any]:
         # With `__getitem__` alone Python would call it until it raises an IndexError, for ever.
         namespace["__aiter__"] = _aiter
         way = "use 'async for', or from_thread.iterate(obj) where there is no loop"
-        for name in ("__iter__", "__reversed__"):
-            namespace[name] = _refusal(name, "iterating", way)
-        if not has(cls, "__contains__"):
-            namespace["__contains__"] = _refusal("__contains__", "x in obj", way)
+        namespace["__iter__"] = _refusal("__iter__", "iterating", way)
+        for name, expression in (("__reversed__", "reversed(obj)"), ("__contains__", "x in obj")):
+            if not has(cls, name):
+                namespace[name] = _refusal(name, expression, way)
     return namespace
 
 
