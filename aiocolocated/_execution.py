@@ -49,7 +49,7 @@ class RunnableCall(Call):
         value: Any = None
         arrays: Sequence[Any] = ()
         ready = True
-        late = self._body is not None
+        late = self._light and self._body is not None
         local.call = self
         try:
             if late:
@@ -71,7 +71,8 @@ class RunnableCall(Call):
         order = self._channel._order
         with LOCK:
             order.body_ended()
-            if self._gate is not None and (admitted := self._gate.leave(self)):
+            gate = self._gate
+            if gate is not None and (admitted := gate.leave(self)):
                 self._channel._hand_out(admitted)
             if error is not None:
                 if self._state == RUNNING:
@@ -89,7 +90,7 @@ class RunnableCall(Call):
                     and not (self._wide or self._light)
                 ):
                     self._loop = None  # the common case of what follows
-                    if self._object is not None:
+                    if gate is not None and self._object is not None:
                         self._object.call_over(wakes)
                         self._object = None
                 else:
@@ -136,7 +137,7 @@ class RunnableCall(Call):
             if config is None and not options:
                 if self._convert:
                     args, kwargs = self._bind(args, kwargs)
-                if plan.ships and _settings.current.strict:
+                if _settings.strict and plan.ships:
                     args, kwargs = self._ship(args, kwargs)
                 value = context.run(body, *args, **kwargs)
             else:
@@ -144,7 +145,7 @@ class RunnableCall(Call):
                 with _contexts.in_force(config, options or ()):
                     if self._convert:
                         args, kwargs = self._bind(args, kwargs)
-                    if plan.ships and _settings.current.strict:
+                    if _settings.strict and plan.ships:
                         args, kwargs = self._ship(args, kwargs)
                     value = context.run(body, *args, **kwargs)
                     del args, kwargs
@@ -171,7 +172,7 @@ class RunnableCall(Call):
             with _in_force(config, options):
                 if self._convert:
                     args, kwargs = self._bind(args, kwargs)
-                if plan.ships and _settings.current.strict:
+                if _settings.strict and plan.ships:
                     args, kwargs = self._ship(args, kwargs)
                 if self._thread is not None:
                     run = partial(_load_and_call, plan, args, kwargs)

@@ -102,7 +102,7 @@ class HostObject:
                     self.shipped = self.host.load(self.cls)
                 assert self.shipped.body is not None
                 args, kwargs = self._args, self._kwargs
-                if _settings.current.strict:
+                if _settings.strict:
                     where = f"constructor of {self.name}"
                     args, kwargs = _shipping.by_value((args, kwargs), where, _specs.argument_path)
                 self.instance = self.shipped.body(*args, **kwargs)

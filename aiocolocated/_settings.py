@@ -74,15 +74,17 @@ class SettingsChanges(TypedDict, total=False):
 
 
 current = Settings()
+strict = current.strict  # at hand for every call
 started = False  # any thread of the library
 forked = False  # after that
 
 
 def change(**changes: Any) -> Settings:
     """Replace some settings, after checking them."""
-    global current
+    global current, strict
     with LOCK:
         current = dataclasses.replace(current, **changes)
+        strict = current.strict
         return current
 
 

@@ -144,7 +144,7 @@ class Specialization:
             ):
                 return value, (value,)
         value, arrays = collect(self.name, value, self.place)
-        if _settings.current.strict:
+        if _settings.strict:
             value = _shipping.by_value(value, f"what {self.name} returned", _specs.result_path)
         if self.out_specs_fn is not None:
             self._check_result(value)
