@@ -99,6 +99,9 @@ def _namespace(cls: type[Any], devices: Devices | None) -> dict[str, Any]:
             namespace[name] = Method(name, function)
         else:
             namespace[name] = attribute  # a constant of the class
+    for name, expression in _REFUSED.items():
+        if name.startswith("__i") and f"__{name[3:]}" in namespace:  # Python would fall back to it
+            namespace[name] = _refusal(name, expression, "give the class a method that does it")
     if "__len__" in namespace or "__bool__" in namespace:
         way = "its truth is on its host; use 'obj is not None', or 'await obj.__len__()'"
         namespace["__bool__"] = _refusal("__bool__", "bool(obj)", way)
@@ -217,8 +220,11 @@ def colocated_python_class(
         raise ArgumentError(f"colocated_python_class takes a class, got {cls!r}")
     if issubclass(cls, ColocatedObject):
         raise ArgumentError(f"{cls.__qualname__} is a colocated class already")
-    if max_concurrency < 1:
-        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency!r}")
+    concurrency: Any = max_concurrency
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise ValueError(f"max_concurrency must be an int of at least 1, got {concurrency!r}")
+    if dedicated_thread and max_concurrency > 1:
+        raise ValueError("with dedicated_thread=True, max_concurrency is 1: there is one thread")
     where = _specs.as_devices(devices) if devices is not None else None
     namespace = _namespace(cls, where)
     if dedicated_thread:

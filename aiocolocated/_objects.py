@@ -27,7 +27,7 @@ from aiocolocated._workers import pool
 
 if TYPE_CHECKING:
     from aiocolocated._calls import Call
-    from aiocolocated.hosts.base import Host, Shipped
+    from aiocolocated.hosts.base import Host
 
 _SELF = object()  # stands for the instance where only a method's other parameters matter
 
@@ -51,10 +51,10 @@ class HostObject:
         "gate",
         "host",
         "instance",
+        "load",
         "made",
         "methods",
         "name",
-        "shipped",
         "streams",
         "thread",
     )
@@ -63,6 +63,7 @@ class HostObject:
         self,
         cls: type[Any],
         host: Host,
+        load: Callable[[], Callable[..., Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -71,6 +72,7 @@ class HostObject:
     ) -> None:
         self.cls = cls
         self.host = host
+        self.load = load
         self.name = cls.__qualname__
         self.gate: Gate[Any] = Gate(max_concurrency)
         self.thread = OwnThread(f"aiocolocated-object-{self.name}") if dedicated_thread else None
@@ -80,7 +82,6 @@ class HostObject:
         self.instance: Any = None
         self.made = False  # its constructor has returned
         self.ended = False  # objects do not, by themselves
-        self.shipped: Shipped | None = None
         # Weakly: they have the object. Who uses the object has those that were used.
         self.methods: weakref.WeakValueDictionary[str, MethodCode] = weakref.WeakValueDictionary()
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of its generator methods
@@ -98,14 +99,12 @@ class HostObject:
         """
         with self._lock:
             if not self.made:
-                if self.shipped is None:
-                    self.shipped = self.host.load(self.cls)
-                assert self.shipped.body is not None
+                cls = self.load()
                 args, kwargs = self._args, self._kwargs
                 if _settings.strict:
                     where = f"constructor of {self.name}"
                     args, kwargs = _shipping.by_value((args, kwargs), where, _specs.argument_path)
-                self.instance = self.shipped.body(*args, **kwargs)
+                self.instance = cls(*args, **kwargs)
                 self.made = True
                 self._args, self._kwargs = (), {}
                 with LOCK:
@@ -167,6 +166,8 @@ class HostObject:
                 )
                 if not self.used:
                     self._args, self._kwargs = (), {}
+                    if self.thread is not None:
+                        self.thread.stop()
                     plan.closes = None
                     call._state = READY
                     self.closing = call

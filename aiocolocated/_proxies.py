@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiocolocated._specs import Devices
+    from aiocolocated.hosts.base import Shipped
 
 SYNCHRONOUS = {
     "__len__": "len(obj)",
@@ -61,6 +62,7 @@ class ColocatedObject:
     .. versionadded:: 0.1
     """
 
+    __array_ufunc__ = None  # or NumPy would make an array of futures of `array + obj`
     _aiocolocated_class: Any = None  # a `ClassInfo`, of the classes that are made
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +72,8 @@ class ColocatedObject:
         info.check_constructor(args, kwargs)
         host_object = HostObject(
             info.cls,
-            inprocess_host(),
+            info.host,
+            info.load,
             args,
             kwargs,
             max_concurrency=info.max_concurrency,
@@ -204,6 +207,8 @@ class ClassInfo:
         dedicated_thread: bool,
     ) -> None:
         self.cls = cls
+        self.host = inprocess_host()
+        self._shipped: Shipped | None = None  # all objects share the copy, if it is one
         self.max_concurrency = max_concurrency
         self.devices = devices
         self.read_ahead = check_read_ahead(cls.__qualname__, read_ahead)
@@ -215,6 +220,13 @@ class ClassInfo:
             self.enter, self.exit = _enter, _exit
         elif has(cls, "__enter__"):
             self.enter, self.exit = _enter_sync, _exit_sync
+
+    def load(self) -> Callable[..., Any]:
+        """The class on the host (worker thread)."""
+        if self._shipped is None:
+            self._shipped = self.host.load(self.cls)
+        assert self._shipped.body is not None
+        return self._shipped.body
 
     def check_constructor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse arguments that the constructor does not take where they are given."""

@@ -112,6 +112,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
         if isinstance(obj, types.ModuleType) and not _is_importable(obj):
             # cloudpickle would copy it, and with it what is to be shared.
             raise TypeError(f"module {obj.__name__} was not imported, and hosts cannot import it")
+        if type(obj) is functools.cached_property:  # has a lock on Python 3.11
+            return _cached_property, (obj.func, obj.attrname)
         if isinstance(obj, types.CodeType):
             # cloudpickle drops the file's name, and with it the source lines of tracebacks.
             with contextlib.suppress(ValueError):  # made by a tool, with constants of other kinds
@@ -161,6 +163,12 @@ def _is_found(cls: type) -> bool:
 def _is_copied_module(module: str) -> bool:
     by_value = cloudpickle.list_registry_pickle_by_value()
     return module == "__main__" or any(f"{module}.".startswith(f"{name}.") for name in by_value)
+
+
+def _cached_property(function: Callable[[Any], Any], name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(object, name)
+    return made
 
 
 def _is_refused(obj: Any) -> bool:

@@ -20,6 +20,7 @@ from aiocolocated._protocols import Args, Kwargs
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode
 from aiocolocated._submission import take
+from aiocolocated._types import READY
 from aiocolocated._workers import pool
 
 
@@ -50,10 +51,10 @@ class Source:
         "one_task",
         "owner",
         "plan",
+        "used",
     )
     ships = False
     dispatches = False
-    used = True
 
     def __init__(self, base: FunctionCode, owner: Owner | None) -> None:
         self.base = base
@@ -61,6 +62,7 @@ class Source:
         self.channel = new_channel(f"stream {base.name}")
         self.made = False  # the iterator
         self.ended = False  # by itself, by an error, or closed
+        self.used = False  # a step was submitted
         self.closing: ArrayFuture[None] | None = None
         self.plan: Any = None  # of the first call: it places and checks items
         self.context: contextvars.Context | None = None
@@ -170,6 +172,11 @@ class Source:
                 call: ArrayFuture[None] = ArrayFuture._create(
                     _Close(self), (), {}, self.channel, None, None, HERE, 0
                 )
+                if not self.used:  # nothing of it has run, and nothing will
+                    call._state = READY
+                    self.ended = True
+                    self.closing = call
+                    return call
                 if self.base.object is not None:
                     call._thread = self.base.object.thread
                 call._light = self.asynchronous or call._thread is not None

@@ -14,7 +14,7 @@ from aiocolocated import _compat, _serialization, _values
 from aiocolocated._exceptions import ArgumentError, ChannelClosedError, SpecError
 from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import ArrayFuture, wait_for_call
-from aiocolocated._lifetimes import Handle, track
+from aiocolocated._lifetimes import Handle, track, untrack
 from aiocolocated._owners import current_owner
 from aiocolocated._protocols import Args, Kwargs
 from aiocolocated._sources import END, First, Source
@@ -112,7 +112,6 @@ class ArrayStream(Generic[R_co]):
         self._over = False
         self._code = code
         self._lasti = lasti
-        track(source)
         if owner is not None:
             owner.add_stream(source)
         if function._base.object is not None:
@@ -147,7 +146,16 @@ class ArrayStream(Generic[R_co]):
                     source.base.mark(step)
                 step._light = source.asynchronous or step._thread is not None
                 step._one_task = source.one_task
-            self._steps.append(submit(step))
+            first, source.used = not source.used, True
+            if first:
+                track(source)  # before the step is submitted: it may be the last
+            try:
+                self._steps.append(submit(step))
+            except BaseException:
+                if first:
+                    source.used = False
+                    untrack(source)
+                raise
 
     def _take(self) -> ArrayFuture[Any] | None:
         """The next step to wait for; ``None`` at the end.
@@ -237,7 +245,10 @@ class ArrayStream(Generic[R_co]):
 
     def __repr__(self) -> str:
         source = self._source
-        state = "closed" if self._over else "open" if self._first is None else "not started"
+        if self._over or source.closing is not None:
+            state = "closed"
+        else:
+            state = "open" if self._first is None else "not started"
         return f"<ArrayStream {source.name} {state} read_ahead={self._ahead}>"
 
     def __reduce__(self) -> NoReturn:

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from aiocolocated import _compat, _contexts, _service
+from aiocolocated._exceptions import ObjectClosedError
 from aiocolocated._loops import Wakes
 from aiocolocated._settings import LOCK
 from aiocolocated._workers import local, pool
@@ -17,23 +18,31 @@ from aiocolocated._workers import local, pool
 class OwnThread:
     """A thread that runs bodies one after the other, until it is stopped."""
 
-    __slots__ = ("_bodies", "_name", "_started")
+    __slots__ = ("_bodies", "_name", "_started", "_stopped")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._bodies: SimpleQueue[ThreadBody | None] = SimpleQueue()
         self._started = False
+        self._stopped = False
 
     def put(self, body: ThreadBody) -> None:
         """Run a body after those before it (worker thread)."""
-        self._bodies.put(body)
-        if not self._started:
+        with LOCK:
+            stopped = self._stopped
+            if not stopped:
+                self._bodies.put(body)
+        if stopped:
+            body.fail(ObjectClosedError(f"{self._name} has ended: its object is closed"))
+        elif not self._started:
             self._started = True
             _service.start_thread(self._serve, self._name, self._refused)
 
     def stop(self) -> None:
         """End the thread when the bodies are over."""
-        self._bodies.put(None)
+        with LOCK:
+            self._stopped = True
+            self._bodies.put(None)
 
     def _serve(self) -> None:
         while (body := self._bodies.get()) is not None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Generator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, ParamSpec, TypeVar, cast
 
 from aiocolocated import _settings
-from aiocolocated._exceptions import CallCancelledError, DeadlockError, ShutdownError
+from aiocolocated._exceptions import CallCancelledError, DeadlockError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._hostloop import host_loop
 from aiocolocated._streams import ArrayStream
@@ -96,7 +96,7 @@ def wait(awaitable: Awaitable[R], timeout: float | None = None) -> R:
     return _wait_for(call, timeout)
 
 
-def iterate(items: AsyncIterable[R]) -> Generator[R, None, None]:
+def iterate(items: AsyncIterable[R]) -> _Iteration[R]:
     """Iterate in this thread over a stream, or over any other asynchronous iterable.
 
     Args:
@@ -104,7 +104,8 @@ def iterate(items: AsyncIterable[R]) -> Generator[R, None, None]:
             iterated, or another asynchronous iterable, which is advanced on a loop as in :func:`run`.
 
     Returns:
-        A generator. Closing it, or leaving a ``for`` loop over it and dropping it, closes the stream.
+        An iterator. ``close()`` closes the stream and waits for that, as :func:`contextlib.closing`
+        does; dropping it closes the stream in the background.
 
     Raises:
         DeadlockError: on a running loop's thread.
@@ -117,26 +118,40 @@ def iterate(items: AsyncIterable[R]) -> Generator[R, None, None]:
     .. versionadded:: 0.2
     """
     _refuse_loop()  # at once, and not only when it has to wait
-    iterator = aiter(items)
-    try:
-        if isinstance(iterator, ArrayStream):
-            while (step := iterator._take()) is not None:
-                item = iterator._outcome_of(step)
-                if not iterator._took(item):
-                    return
-                yield item
-        else:
-            while True:
-                try:
-                    item = run(_anext, iterator)
-                except StopAsyncIteration:
-                    return
-                yield item
-    finally:
-        aclose = getattr(iterator, "aclose", None)
+    return _Iteration(aiter(items))
+
+
+class _Iteration(Iterator[R]):
+    """A plain iterator; no generator, whose finalizer would wait for the closing, on any thread."""
+
+    def __init__(self, items: AsyncIterator[R]) -> None:
+        self._items: AsyncIterator[R] | None = items
+
+    def __next__(self) -> R:
+        items = self._items
+        if items is None:
+            raise StopIteration
+        try:
+            if isinstance(items, ArrayStream):
+                step = items._take()
+                if step is not None and items._took(item := items._outcome_of(step)):
+                    return cast("R", item)
+            else:
+                with contextlib.suppress(StopAsyncIteration):
+                    return run(_anext, items)
+        except BaseException:
+            if not isinstance(items, ArrayStream):
+                self._items = None
+            raise
+        self._items = None
+        raise StopIteration
+
+    def close(self) -> None:
+        """Close what is iterated, and wait for that."""
+        items, self._items = self._items, None
+        aclose = getattr(items, "aclose", None)
         if aclose is not None:
-            with contextlib.suppress(ShutdownError):  # the exit has closed it already
-                run(aclose)
+            run(aclose)
 
 
 async def _anext(iterator: AsyncIterator[R]) -> R:

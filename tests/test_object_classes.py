@@ -143,7 +143,7 @@ def test_what_is_no_plain_class_is_refused(wrong, words):
 @pytest.mark.parametrize("limit", [0, -1])
 def test_max_concurrency_below_one_is_refused(limit):
     """No method could ever run."""
-    with pytest.raises(ValueError, match="max_concurrency must be at least 1"):
+    with pytest.raises(ValueError, match="max_concurrency must be an int of at least 1"):
         colocated_python_class(Counter, max_concurrency=limit)
 
 

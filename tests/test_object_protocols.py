@@ -586,3 +586,48 @@ async def test_class_with_getitem_alone_is_iterated_on_its_host(cpu_devices):
         for use in (list, iter, reversed, lambda obj: 10 in obj):
             with pytest.raises(TypeError, match="'async for'"):
                 use(numbers)
+
+
+class Sum:
+    """Adds, and does not say how to add in place."""
+
+    def __add__(self, other):
+        return other
+
+    def __radd__(self, other):
+        return other
+
+
+@pytest.mark.asyncio
+async def test_no_operator_is_taken_for_another(cpu_devices):
+    """`obj += x` would replace the object by a future, and NumPy make an array of futures."""
+    async with colocated_python_class(Sum, devices=cpu_devices[0])() as total:
+        with pytest.raises(TypeError, match="an augmented assignment"):
+            total += 1
+        added = np.arange(3.0, dtype=np.float32) + total
+        assert isinstance(added, ArrayFuture)
+        np.testing.assert_array_equal(await added, [0, 1, 2])
+
+
+def test_cached_properties_of_a_script_can_be_shipped(run_script):
+    """They have a lock on Python 3.11."""
+    output = run_script(
+        """
+        import functools
+        import jax
+        from aiocolocated import colocated_python_class
+
+        @colocated_python_class(devices=jax.devices("cpu")[0])
+        class Model:
+            @functools.cached_property
+            def weights(self):
+                return [1, 2, 3]
+
+            def total(self):
+                return sum(self.weights)
+
+        model = Model()
+        print(model.total().result(20), model.weights.result(20))
+        """
+    )
+    assert "6 [1, 2, 3]" in output.stdout

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from aiocolocated import ArgumentError, TaskGroup, colocated_python_class, from_thread, jax_scope
+from aiocolocated import (
+    ArgumentError,
+    ObjectClosedError,
+    TaskGroup,
+    colocated_python_class,
+    from_thread,
+    jax_scope,
+)
 from aiocolocated.testing import Gate
 
 TIMEOUT = 20.0  # seconds; only a bug takes that long
@@ -176,3 +183,34 @@ def test_object_that_is_never_used_has_no_thread(colocated_notes):
     assert not object_threads()
     from_thread.run(notes.aclose)
     assert not closed_on
+
+
+@pytest.mark.asyncio
+async def test_stream_of_a_closed_object_is_refused(colocated_notes):
+    """Nothing of it waits for the thread, which has ended; its block is left."""
+    notes = colocated_notes()
+    await notes.add(1)
+    await notes.aclose()
+    async with asyncio.timeout(TIMEOUT), TaskGroup():
+        for opened in (notes.numbers, notes.numbers.specialize(read_ahead=0)):
+            with pytest.raises(ObjectClosedError):
+                await anext(opened())
+    assert not object_threads()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("first", ["object", "stream"])
+async def test_stream_that_never_started_starts_no_thread(colocated_notes, first):
+    """Neither closing it does, nor closing its object."""
+    notes = colocated_notes()
+    stream = notes.numbers.specialize(read_ahead=0)()
+    async with asyncio.timeout(TIMEOUT):
+        for closed in (notes, stream) if first == "object" else (stream, notes):
+            await closed.aclose()
+    assert not object_threads()
+
+
+def test_one_thread_runs_one_method_at_a_time():
+    """A higher limit would be a misunderstanding."""
+    with pytest.raises(ValueError, match="there is one thread"):
+        colocated_python_class(Notes, dedicated_thread=True, max_concurrency=2)
