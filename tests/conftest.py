@@ -35,6 +35,10 @@ ROOT = Path(__file__).parent.parent
 if not any(e.name == "aiocolocated" for e in importlib.metadata.entry_points(group="pytest11")):
     pytest_plugins = ["aiocolocated.testing.plugin"]
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So it is for what a shell starts in the background, and for the programs that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
