@@ -165,18 +165,20 @@ HEAD = """
 import asyncio, threading, jax.numpy as jnp
 from aiocolocated import colocated_python_class, TaskChannel
 x = jnp.ones(2)
+def say(*words):  # in one piece: two threads may have something to say
+    print(" ".join(words) + "\\n", end="", flush=True)
 class Store:
     def __init__(self, name): self.name = name
     def use(self, x): return x
     def slow(self, x):
         threading.Event().wait(0.2)
-        print("used", self.name, flush=True)
-    def close(self): print("closed", self.name, flush=True)
-    def __del__(self): print("destroyed", self.name, flush=True)
+        say("used", self.name)
+    def close(self): say("closed", self.name)
+    def __del__(self): say("destroyed", self.name)
 class AsyncStore(Store):
     async def aclose(self):
         await asyncio.sleep(0.01)
-        print("closed", self.name, flush=True)
+        say("closed", self.name)
 async def main(obj): await obj.use(x)
 """
 

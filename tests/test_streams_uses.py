@@ -273,11 +273,14 @@ from aiocolocated import colocated_python, colocated_python_class
 
 x = jnp.ones(2)
 
+def say(words):  # in one piece: two threads may end at once
+    print(words + "\\n", end="", flush=True)
+
 @colocated_python
 def plain(x):
     try:
         while True: yield 1
-    finally: print("plain ended", flush=True)
+    finally: say("plain ended")
 
 @colocated_python
 async def asynchronous(x):
@@ -285,14 +288,14 @@ async def asynchronous(x):
         while True: yield 1
     finally:
         await asyncio.sleep(0)
-        print("asynchronous ended", flush=True)
+        say("asynchronous ended")
 
 class Source:
     def items(self, x):
         try:
             while True: yield 1
-        finally: print("method ended", flush=True)
-    def close(self): print("object closed", flush=True)
+        finally: say("method ended")
+    def close(self): say("object closed")
 
 Source = colocated_python_class(Source)
 """
