@@ -62,7 +62,7 @@ from aiocolocated._waiting import (
     wait_until_ready as wait_until_ready,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AiocolocatedError",
