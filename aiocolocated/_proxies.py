@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aiocolocated._specs import Devices
     from aiocolocated.hosts.base import Shipped
 
+# What Python calls without awaiting, and wants a plain value of at once.
 SYNCHRONOUS = {
     "__len__": "len(obj)",
     "__length_hint__": "operator.length_hint(obj)",
@@ -59,7 +60,7 @@ class ColocatedObject:
     ``await obj.aclose()``, or leaving ``async with obj:``, closes it; so does dropping the last
     reference to it and its methods, in the background.
 
-    .. versionadded:: 0.1
+    .. versionadded:: 0.2
     """
 
     __array_ufunc__ = None  # or NumPy would make an array of futures of `array + obj`

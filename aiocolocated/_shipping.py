@@ -41,6 +41,7 @@ def by_value(tree: Any, where: str, name_path: Callable[[KeyPath], str]) -> Any:
         type(tree) is tuple
         and len(tree) == 2
         and type(tree[0]) is tuple
+        and type(tree[1]) is dict
         and not tree[1]
         and _IMMUTABLE.issuperset(map(type, tree[0]))
     ):  # the arguments of most calls

@@ -111,11 +111,12 @@ class Source:
     def begin(self, *args: Any, **kwargs: Any) -> Any:
         """Make the iterator and take its first step (worker thread)."""
         try:
-            iterable = self.plan.body()(*args, **kwargs)
-            self._iterator = aiter(iterable) if self.asynchronous else iter(iterable)
-            self.made = True
-            with LOCK:
-                _service.watch(+1)  # until it has ended: its handle's finalizer says so there
+            if not self.ended:  # another thread may have closed it while this step was submitted
+                iterable = self.plan.body()(*args, **kwargs)
+                self._iterator = aiter(iterable) if self.asynchronous else iter(iterable)
+                self.made = True
+                with LOCK:
+                    _service.watch(+1)  # until it has ended: its handle's finalizer says so there
             return self.body()()
         finally:
             del self, args, kwargs
@@ -177,17 +178,14 @@ class Source:
                     self.ended = True
                     self.closing = call
                     return call
-                if self.base.object is not None:
-                    call._thread = self.base.object.thread
-                call._light = self.asynchronous or call._thread is not None
                 call._one_task = self.one_task
                 if self.context is not None:
                     call._context, call._config = self.context, self.config
                 call._gate = dropped_gate if dropped else None
                 if self.base.object is not None:
-                    call._gate = self.base.object.gate
-                    call._object = self.base.object
+                    self.base.mark(call)
                     self.base.object.calls += 1
+                call._light = self.asynchronous or call._thread is not None
                 if self.owner is not None and not self.owner.closed:
                     # It is not the owner's own call, because that would be cancelled with the others.
                     self.owner.live += 1

@@ -9,6 +9,7 @@ import gc
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from stream_bodies import (
@@ -33,6 +34,7 @@ from aiocolocated import (
     open_task_channel,
     runtime,
 )
+from aiocolocated._sources import END, Source
 from aiocolocated.testing import Gate
 
 pytestmark = pytest.mark.timeout(60)
@@ -558,3 +560,29 @@ async def test_open_streams_hold_no_thread_and_no_call(opener, recorder):
     async with asyncio.timeout(TIMEOUT):
         await gather(*(stream.aclose() for stream in streams))
     assert recorder.count("finally") == 100
+
+
+@pytest.mark.parametrize("kind", ["generator", "asynchronous generator"])
+def test_body_of_a_stream_closed_before_its_first_step_never_begins(kind):
+    """Another thread may close a stream while its first step is being submitted."""
+    began: list[int] = []
+
+    def plain():
+        began.append(1)
+        yield 1
+
+    async def asynchronous():
+        began.append(1)
+        yield 1
+
+    function = colocated_python(plain if kind == "generator" else asynchronous)
+    source = Source(function._function._base, None)
+    source.plan = SimpleNamespace(body=lambda: plain if kind == "generator" else asynchronous)
+    source.end()
+    step = source.begin()
+    if kind == "generator":
+        assert step is END
+    else:
+        assert asyncio.run(step) is END
+    assert not began
+    assert not source.made

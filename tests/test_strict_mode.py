@@ -420,3 +420,21 @@ def test_mark_and_setting_turn_strict_mode_on_and_off(on):
     assert (function(x, value) is value) == on
     with pytest.raises(ValueError, match="strict must be a bool"):
         configure(strict=1)
+
+
+@pytest.mark.strict_values
+def test_result_that_looks_like_arguments_is_copied(cpu_devices):
+    """A pair of a tuple and something empty is no call's arguments."""
+    mine: list[int] = []
+    kept = colocated_python(keep_list).specialize(devices=cpu_devices[0])
+    pair = kept(mine).result(20)
+    assert pair == ((1,), [])
+    assert pair[1] is not KEPT[-1]
+
+
+KEPT: list[list[int]] = []
+
+
+def keep_list(values):
+    KEPT.append(values)
+    return (1,), values
