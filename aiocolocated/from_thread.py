@@ -11,9 +11,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from time import monotonic
 from typing import Any, ParamSpec, TypeVar, cast
 
-from aiocolocated import _settings
+from aiocolocated import _service, _settings
 from aiocolocated._exceptions import CallCancelledError, DeadlockError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._hostloop import host_loop
@@ -170,15 +171,31 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
     _refuse_loop()
     if _settings.forked:
         raise _settings.refuse_fork()
-    loop = _loop()
-    wait = BodyWait(local.call)
+    deadline = None if timeout is None else monotonic() + timeout
+    try:
+        return _wait_on(_loop(), call, deadline)
+    except _NeverBegunError:
+        return _wait_on(host_loop().loop, call, deadline)
 
+
+class _NeverBegunError(Exception):
+    """The loop ended first."""
+
+
+def _wait_on(
+    loop: asyncio.AbstractEventLoop,
+    call: Callable[[], Coroutine[Any, Any, R]],
+    deadline: float | None,
+) -> R:
+    wait = BodyWait(local.call)
     exits: list[BaseException] = []
-    abandoned = False
+    begun = abandoned = False
 
     async def on_behalf() -> R:
+        nonlocal begun
         if abandoned:
             raise asyncio.CancelledError
+        begun = True
         wait.task = asyncio.current_task()
         body_wait.set(wait)  # so that waiting for what this body stands in the way of is refused
         try:
@@ -196,10 +213,24 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
             wait.task.cancel()
 
     future: concurrent.futures.Future[R] | None = None
+    coroutine = on_behalf()
     try:
-        future = asyncio.run_coroutine_threadsafe(on_behalf(), loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:  # the loop is closed already
+            raise _NeverBegunError from None
         with waiting():
-            return future.result(timeout)
+            while not future.done() and not _has_ended(loop):
+                now = monotonic()
+                if deadline is not None and now >= deadline:
+                    raise TimeoutError
+                until = now + _LOOK if deadline is None else min(now + _LOOK, deadline)
+                concurrent.futures.wait([future], until - now)
+        if future.done():
+            return future.result()
+        if not begun:
+            raise _NeverBegunError
+        raise concurrent.futures.CancelledError
     except concurrent.futures.CancelledError:
         if exits:
             raise exits.pop() from None
@@ -214,6 +245,16 @@ def _wait_for(call: Callable[[], Coroutine[Any, Any, R]], timeout: float | None)
         raise
     finally:
         wait.call = None
+        if not begun and (future is None or _has_ended(loop)):
+            coroutine.close()
+
+
+# asyncio forgets what is scheduled on a loop that is about to close, without a word to whom waits.
+_LOOK = 0.1  # seconds
+
+
+def _has_ended(loop: asyncio.AbstractEventLoop) -> bool:
+    return loop.is_closed() or (_service.exiting and not loop.is_running())
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -647,6 +647,67 @@ def test_body_of_a_closed_loop_uses_the_librarys(x):
     assert fut.result(TIMEOUT) == "aiocolocated-loop"
 
 
+class ForgettingLoop(asyncio.SelectorEventLoop):
+    """Drops what other threads schedule, as every loop does that is about to close."""
+
+    forgets: Gate | None = None
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        if self.forgets is None:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        self.forgets.open()
+        return None
+
+
+@pytest.mark.parametrize("how", ["run", "wait", "wait, with a limit"])
+def test_coroutine_forgotten_by_a_closing_loop_runs_on_the_librarys(x, how):
+    forgot = Gate()
+
+    async def where() -> str:
+        return threading.current_thread().name
+
+    def body(x: jax.Array) -> str:
+        if how == "run":
+            return from_thread.run(where)
+        return from_thread.wait(where(), None if how == "wait" else TIMEOUT)
+
+    async def main() -> ArrayFuture[str]:
+        asyncio.get_running_loop().forgets = forgot
+        fut = TaskChannel().run(body, x)
+        while not forgot.is_open:
+            await asyncio.sleep(0.001)
+        return fut
+
+    with asyncio.Runner(loop_factory=ForgettingLoop) as runner:
+        fut = runner.run(main())
+    assert fut.result(TIMEOUT) == "aiocolocated-loop"
+
+
+def test_coroutine_left_behind_by_a_closed_loop_ends_the_wait(x):
+    """A loop closed by hand leaves its tasks where they are."""
+    begun = Gate()
+
+    async def forever() -> None:
+        begun.open()
+        await asyncio.Event().wait()
+
+    def body(x: jax.Array) -> None:
+        from_thread.run(forever)
+
+    async def main() -> ArrayFuture[None]:
+        fut = TaskChannel().run(body, x)
+        while not begun.is_open:
+            await asyncio.sleep(0.001)
+        return fut
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # a pending task is destroyed
+    fut = loop.run_until_complete(main())
+    loop.close()
+    with pytest.raises(CallCancelledError, match="its loop has ended"):
+        fut.result(TIMEOUT)
+
+
 def test_from_thread_wait_times_out(x):
     """A call goes on; a coroutine is cancelled."""
     recorder = Recorder()
