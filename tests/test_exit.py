@@ -102,10 +102,12 @@ IN_FLIGHT = {
 }
 
 
-# Their loop needs a thread.
+# Their loop needs a thread. Not before the submitting loop is gone, which would cancel the coroutine.
 COROUTINE = """
     @colocated_python
-    def body(x): from_thread.run(asyncio.sleep, 0.2); say("ended"); return x
+    def body(x):
+        while not os.path.exists("over"): time.sleep(0.005)
+        from_thread.run(asyncio.sleep, 0.2); say("ended"); return x
     body(x)
 """
 
@@ -124,7 +126,7 @@ def test_exit_waits_for_calls(run_script, calls, where):
     source = textwrap.dedent(IN_FLIGHT.get(calls, COROUTINE))
     if where == "asyncio.run":
         source = f"async def main():\n{textwrap.indent(source, '    ')}\nasyncio.run(main())"
-    source += "\nsay('end')\n"
+    source += "\nsay('end')\nopen('over', 'w').close()\n"
     finished = run_script(script(source)).check()
     assert finished.stdout.splitlines() == ["end", "ended"]
     assert finished.stderr == ""
