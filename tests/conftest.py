@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib.metadata
 import os
 import select
@@ -47,6 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if uvloop is not None:  # libuv opens a pipe for the whole process with its first loop
         uvloop.new_event_loop().close()
+
+
+def pytest_collection_finish() -> None:
+    # The leak check collects garbage after many tests. JAX, hypothesis and four thousand tests are not
+    # garbage: looking at them each time would take a third of the suite's time.
+    gc.collect()
+    gc.freeze()
 
 
 # --- kinds of loops ---------------------------------------------------------------------------------
