@@ -8,6 +8,12 @@ once; channels keep order, task groups give concurrency, and the event loop is n
 from aiocolocated import from_thread as from_thread
 from aiocolocated._blocks import open_task_channel as open_task_channel
 from aiocolocated._cache import CacheInfo as CacheInfo
+from aiocolocated._callback_errors import callback_error as callback_error
+from aiocolocated._callbacks import (
+    debug_callback as debug_callback,
+    io_callback as io_callback,
+    pure_callback as pure_callback,
+)
 from aiocolocated._channels import (
     TaskChannel as TaskChannel,
     TaskChannelStatistics as TaskChannelStatistics,
@@ -16,6 +22,7 @@ from aiocolocated._classes import colocated_python_class as colocated_python_cla
 from aiocolocated._contexts import jax_scope as jax_scope
 from aiocolocated._decorators import colocated_python as colocated_python
 from aiocolocated._devices import colocated_cpu_devices as colocated_cpu_devices
+from aiocolocated._effects import effects_barrier as effects_barrier
 from aiocolocated._exceptions import (
     AiocolocatedError as AiocolocatedError,
     ArgumentError as ArgumentError,
@@ -41,6 +48,10 @@ from aiocolocated._functions import (
     clear_caches as clear_caches,
 )
 from aiocolocated._futures import ArrayFuture as ArrayFuture, as_argument as as_argument
+from aiocolocated._jitted import (
+    JittedFunction as JittedFunction,
+    awaitable_jit as awaitable_jit,
+)
 from aiocolocated._proxies import ColocatedObject as ColocatedObject
 from aiocolocated._runtime import (
     CallInfo as CallInfo,
@@ -55,6 +66,7 @@ from aiocolocated._streams import (
     ColocatedGenerator as ColocatedGenerator,
 )
 from aiocolocated._taskgroups import TaskGroup as TaskGroup
+from aiocolocated._transfers import device_get as device_get, device_put as device_put
 from aiocolocated._types import CallState as CallState, publish as _publish
 from aiocolocated._waiting import (
     as_completed as as_completed,
@@ -82,6 +94,7 @@ __all__ = [
     "ColocatedObject",
     "DeadlockError",
     "ForkedProcessError",
+    "JittedFunction",
     "NotShippableError",
     "ObjectClosedError",
     "RemoteError",
@@ -98,16 +111,24 @@ __all__ = [
     "WouldBlock",
     "as_argument",
     "as_completed",
+    "awaitable_jit",
     "cache_info",
+    "callback_error",
     "clear_caches",
     "colocated_cpu_devices",
     "colocated_python",
     "colocated_python_class",
     "configure",
+    "debug_callback",
+    "device_get",
+    "device_put",
+    "effects_barrier",
     "from_thread",
     "gather",
+    "io_callback",
     "jax_scope",
     "open_task_channel",
+    "pure_callback",
     "runtime",
     "wait_until_ready",
 ]

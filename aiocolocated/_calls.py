@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
 from types import CodeType, TracebackType
@@ -18,6 +18,7 @@ from aiocolocated._loops import Wakes
 from aiocolocated._ordering import Gate
 from aiocolocated._owners import FailureReport, Owner
 from aiocolocated._protocols import Args, CallChannel, CallCounter, Kwargs, Plan
+from aiocolocated._readiness import Poll
 from aiocolocated._settings import LOCK
 from aiocolocated._threads import OwnThread, ThreadBody
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
@@ -80,7 +81,10 @@ class Call:
     _nested_channel: Any = None  # of the calls that the body makes
     _release: Callable[[Wakes], None] | None = None  # gives a task group's slot back
     _object: CallCounter | None = None  # whose method this is
-    _gate: Gate[Any] | None = None  # of that object
+    _gate: Gate[Any] | None = None  # of that object, or of all transfers
+    _size: int = 0  # bytes, of a transfer
+    _look: Callable[[Any], Sequence[Any]] | None = None  # comes before the body, see `_look_ahead`
+    _inputs: Poll | None = None  # watches the arrays that the call waits for, once it has looked
     _light: bool = False  # needs a worker for a moment only: its body runs elsewhere
     _body: CoroutineBody | ThreadBody | None = None  # that body, while it runs
     _thread: OwnThread | None = None  # where it runs, of an object that is bound to one
@@ -229,6 +233,9 @@ class Call:
             wakes.cascade(partial(self._release_dependencies, wakes))
         if before == QUEUED:
             self._args = self._kwargs = self._context = None  # type: ignore[assignment]
+            if self._inputs is not None:
+                self._inputs.stop()
+                self._inputs = None
             self._channel._call_left_queue(wakes)
             if self._gate is not None and self._gate.parked:
                 # It may have held the gate's room without having started.

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, final, overload
+from typing import Any, ParamSpec, TypeVar, cast, final, overload
 
 from aiocolocated import _settings
 from aiocolocated._calls import Call
@@ -25,9 +25,6 @@ from aiocolocated._submission import enqueue, gate, stopped_error, submit, take
 from aiocolocated._types import RUNNING, OnError
 from aiocolocated._waiters import LoopWaiter, Waiter, waiting_body
 from aiocolocated._workers import Worker, local, pool
-
-if TYPE_CHECKING:
-    from aiocolocated._functions import ColocatedFunction
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -182,7 +179,7 @@ class TaskChannel:
 
     @overload
     def submit_nowait(
-        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, fn: Callable[P, ArrayFuture[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> ArrayFuture[R]: ...
     @overload
     def submit_nowait(
@@ -204,7 +201,7 @@ class TaskChannel:
 
     @overload
     async def submit(
-        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, fn: Callable[P, ArrayFuture[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> ArrayFuture[R]: ...
     @overload
     async def submit(
@@ -243,7 +240,7 @@ class TaskChannel:
 
     @overload
     def run(
-        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, fn: Callable[P, ArrayFuture[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> ArrayFuture[R]: ...
     @overload
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]: ...

@@ -8,7 +8,10 @@ Each shim names the versions that need it. Everything here was run on JAX 0.10.0
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +20,19 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.experimental
 import jaxlib.version
 from jax._src import (
+    callback as _callback,
     config as _config,
     core as _core,
+    debugging as _debugging,
+    dispatch as _dispatch,
     mesh as _mesh,
     source_info_util as _source_info,
 )
 from jax._src.array import ArrayImpl as _ArrayImpl
+from jax._src.interpreters import mlir as _mlir, pxla as _pxla
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
@@ -106,6 +114,12 @@ def device_list(sharding: Any) -> tuple[Any, ...]:
     return tuple(sharding._device_assignment)
 
 
+# What is copied to the host in this scope is explicit to JAX's transfer guards, as in ``jax.device_get``.
+# All versions; without it a guard that disallows implicit transfers might refuse ours.
+explicit_device_get: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    _config, "explicit_device_get_scope", contextlib.nullcontext
+)
+
 # --- tracing --------------------------------------------------------------------------------------
 
 _top_level_trace = _core.EvalTrace
@@ -127,6 +141,11 @@ except AttributeError:  # a JAX that keeps its trace elsewhere
 # --- functions that must be shipped by reference ----------------------------------------------------
 
 _jitted_type = type(jax.jit(lambda: None))
+
+
+def is_jitted(obj: object) -> bool:
+    """Whether ``obj`` is what ``jax.jit`` returns."""
+    return type(obj) is _jitted_type
 
 
 def is_by_reference(obj: object) -> bool:
@@ -174,6 +193,172 @@ def _always_zero() -> int:
 _streams = _stream_functions()
 HAS_EXECUTION_STREAMS = _streams is not None
 set_execution_stream, get_execution_stream = _streams or (_set_nothing, _always_zero)
+
+# --- programs with callbacks -------------------------------------------------------------------------
+
+# Experimental or in a private place in every version.
+io_callback: Callable[..., Any] = jax.experimental.io_callback
+debug_callback: Callable[..., Any] = jax.debug.callback
+
+# How a program with callbacks is dispatched: always by this Python method, in every version.
+_executable: Any = _pxla.ExecuteReplicated
+HAS_PROGRAMS = all(
+    hasattr(_executable, name)
+    for name in ("has_host_callbacks", "ordered_effects", "_local_devices")
+)
+
+
+def watch_programs(around: Callable[[Any, Sequence[Any], Callable[[], Any]], Any]) -> None:
+    """Have ``around(program, arguments, run)`` dispatch every program that has host callbacks.
+
+    JAX has no hook there. A JAX without these attributes dispatches as it does without the library.
+    """
+    if not HAS_PROGRAMS:
+        return
+    original = _executable.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any) -> Any:
+        if self.has_host_callbacks or self.ordered_effects:
+            return around(self, args, functools.partial(original, self, *args))
+        return original(self, *args)
+
+    _executable.__call__ = call
+
+
+def watch_lowering(lowered: Callable[[Any, Any, list[Any]], None]) -> None:
+    """Have ``lowered(target, results, host_callbacks)`` called for each callback of the
+    library's.
+
+    JAX's own lowering, registered again with that after it; for programs on one device, or on each of
+    the devices of a ``shard_map``, where no partitioner comes between.
+    """
+
+    def watched(lower: Callable[..., Any]) -> Callable[..., Any]:
+        def lowering(ctx: Any, *args: Any, callback: Any, **params: Any) -> Any:
+            results = lower(ctx, *args, callback=callback, **params)
+            target = getattr(callback, "callback_func", None)
+            context = ctx.module_context
+            devices = getattr(context.axis_context, "num_devices", 1)
+            if hasattr(target, "part") and (devices == 1 or devices is None):
+                lowered(target, results, context.host_callbacks)
+            return results
+
+        return lowering
+
+    for primitive, lower in (
+        (_callback.io_callback_p, _callback.io_callback_lowering),
+        (_callback.pure_callback_p, _callback.pure_callback_lowering),
+    ):
+        _mlir.register_lowering(primitive, watched(lower), cacheable=False)
+
+
+def program_devices(program: Any) -> Sequence[Any]:
+    """The devices of this process that a program runs on."""
+    devices: Sequence[Any] = program._local_devices
+    return devices
+
+
+def drop_failed_tokens(program: Any) -> list[Exception]:
+    """Forget this thread's tokens of failed ordered effects that a program would wait for.
+
+    JAX <= 0.11.2 keeps such a token for ever, and every later ordered callback of the thread fails
+    with it; newer ones fail once more. Blocks as JAX would in a moment.
+    """
+    errors: list[Exception] = []
+    tokens = _dispatch.runtime_tokens.current_tokens
+    for effect in program.ordered_effects:
+        token = tokens.get(effect)
+        try:
+            if token is not None:
+                token.block_until_ready()
+        except RuntimeError as error:
+            del tokens[effect]
+            errors.append(error.with_traceback(None))  # it has this frame, and so the list
+    return errors
+
+
+def drop_failed_tokens_if(ours: Callable[[Exception], bool]) -> None:
+    """Forget this thread's tokens that have failed with some errors; JAX waits for all others at exit."""
+    runtime = _dispatch.runtime_tokens
+    tables: tuple[dict[Any, Any], ...] = (runtime.current_tokens, runtime.output_runtime_tokens)
+    for tokens in tables:
+        for key, token in list(tokens.items()):
+            try:
+                token.block_until_ready()
+            except Exception as error:
+                if ours(error):
+                    del tokens[key]
+
+
+def output_tokens(program: Any) -> list[tuple[Any, Any]]:
+    """Each device of a program that was just dispatched, with what to block on for its effects."""
+    tokens = _dispatch.runtime_tokens.output_runtime_tokens
+    return [(d, tokens[d]) for d in program._local_devices if d in tokens]
+
+
+def block_on_inputs(arrays: Iterable[Any]) -> None:
+    """Wait until arrays are computed; failed ones and deleted ones are left to who uses them.
+
+    On clones, see ``ready_or_raise``.
+    """
+    for clone in list(map(_clone, filterfalse(_is_deleted, arrays))):
+        with contextlib.suppress(RuntimeError):
+            _block(clone)
+
+
+def key_impl(dtype: Any) -> str:
+    """The name of a key dtype's implementation; public API only has that of an array. All versions."""
+    name: str = dtype._impl.name
+    return name
+
+
+# --- errors of callbacks ----------------------------------------------------------------------------
+
+
+def drop_callback_records(ours: Callable[[BaseException | None], bool]) -> None:
+    """Keep JAX's loggers from what they say of each exception that leaves a callback, for some.
+
+    Their names are those of JAX's modules; in every version.
+    """
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and ours(record.exc_info[1]))
+
+    for module in (_callback, _debugging):
+        logging.getLogger(module.__name__).addFilter(wanted)
+
+
+# jaxlib makes tracebacks of lines; no public way makes frames without variables and callers. Private in
+# every version. With a JAX that has it no more, errors that are kept hold what their frames do.
+def _traceback_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    try:
+        from jax._src.lib import _jax as lib  # type: ignore[attr-defined]
+
+        lib.Traceback.traceback_from_frames([lib.Frame("file", "function", 1, 1)])
+        return lib.Traceback.traceback_from_frames, lib.Frame
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+
+_traceback_of = _traceback_functions()
+
+
+def without_frames(traceback: TracebackType) -> TracebackType:
+    """A traceback of the same lines, whose frames have neither variables nor callers."""
+    if _traceback_of is None:
+        return traceback
+    make, line = _traceback_of
+    lines = []
+    at: TracebackType | None = traceback
+    while at is not None:
+        code = at.tb_frame.f_code
+        first = code.co_firstlineno
+        lines.append(line(code.co_filename, code.co_name, first, at.tb_lineno or first))
+        at = at.tb_next
+    made: TracebackType = make(lines[::-1])
+    return made
+
 
 # --- thread-local configuration -------------------------------------------------------------------
 

@@ -116,37 +116,9 @@ class CoroutineBody:
             del self
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        """Drive the coroutine; each step on the channel's stream and in its JAX configuration.
-
-        None of that may be in force while the coroutine waits: other bodies run on this thread then.
-        """
         awaitable, self._awaitable = self._awaitable, None
         assert awaitable is not None
-        steps = awaitable.__await__()
-        del awaitable
-        sent: Any = None
-        thrown: BaseException | None = None
-        try:
-            while True:
-                _compat.set_execution_stream(self._stream)
-                try:
-                    if self.config is None and not self.options:
-                        waiting_for = _step(steps, sent, thrown)
-                    else:
-                        with _contexts.in_force(self.config, self.options):
-                            waiting_for = _step(steps, sent, thrown)
-                except StopIteration as stop:
-                    return stop.value
-                finally:
-                    _compat.set_execution_stream(0)
-                    thrown = None
-                try:
-                    sent = yield waiting_for
-                except BaseException as error:  # cancelled, or the coroutine is closed
-                    thrown = error
-                del waiting_for
-        finally:
-            del self, steps, sent
+        return steps_of(awaitable, self._stream, self.config, self.options)
 
     def _ended(self, _: object = None) -> None:
         if self._awaitable is not None:  # it never began
@@ -156,6 +128,43 @@ class CoroutineBody:
         call, self._call = self._call, None
         self._task = None
         pool.go_on(call._channel)
+
+
+def steps_of(
+    awaitable: Awaitable[Any],
+    stream: int,
+    config: _compat.Snapshot | None,
+    options: tuple[tuple[str, Any], ...] = (),
+) -> Generator[Any, Any, Any]:
+    """Drive an awaitable; each step on an execution stream and in a JAX configuration.
+
+    None of that may be in force while it waits: other bodies run on this thread then.
+    """
+    steps = awaitable.__await__()
+    del awaitable
+    sent: Any = None
+    thrown: BaseException | None = None
+    try:
+        while True:
+            _compat.set_execution_stream(stream)
+            try:
+                if config is None and not options:
+                    waiting_for = _step(steps, sent, thrown)
+                else:
+                    with _contexts.in_force(config, options):
+                        waiting_for = _step(steps, sent, thrown)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                _compat.set_execution_stream(0)
+                thrown = None
+            try:
+                sent = yield waiting_for
+            except BaseException as error:  # cancelled, or the coroutine is closed
+                thrown = error
+            del waiting_for
+    finally:
+        del steps, sent
 
 
 class OneTask:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from aiocolocated._calls import Call
 from aiocolocated._exceptions import DeadlockError
+from aiocolocated._hostloop import occupants
 from aiocolocated._ordering import Gate
 from aiocolocated._types import DISPATCHED
 from aiocolocated._workers import pool
@@ -36,6 +37,7 @@ def refuse_cycle(wanted: Call, waiting: Call) -> None:
     if waiting not in needs or (several and wanted in _ending(needs, waiting)):
         return
     gate = wanted._gate
+    names = " and ".join(call._plan.name for call in occupants())
     if wanted is waiting:
         why = "itself"
     elif gate is not None and waiting in gate.holders:
@@ -46,6 +48,13 @@ def refuse_cycle(wanted: Call, waiting: Call) -> None:
         )
     elif getattr(wanted._plan, "closes", None) is not None:
         why = f"{wanted._plan.name}, which waits for that body to return."
+    elif names and _needs_loop(wanted) and wanted._channel is not waiting._channel:
+        why = (
+            f"{wanted._plan.name}, whose coroutine needs the library's event loop. There the body of "
+            f"{names} called a jitted function, which returns only when its callback has, and that "
+            "waits for this. Have that body await the function: 'await awaitable_jit(f)(x)', or "
+            "'await channel.run(f, x)'."
+        )
     else:
         why = (
             f"{wanted._plan.name}, which cannot start before that body has returned: it is behind it "
@@ -58,11 +67,16 @@ def _needs(node: _Node) -> list[_Node]:
     if isinstance(node, Gate):
         return list(node.holders) if len(node.holders) >= node.limit else []
     order = node._channel._order
+    found: list[_Node] = []
+    if _needs_loop(node):
+        found += [call for call in occupants() if call is not node]
     if order.running is node:  # perhaps abandoned
-        return [] if node._waiting_on is None else [node._waiting_on]
+        if node._waiting_on is not None:
+            found.append(node._waiting_on)
+        return found
     if node._state >= DISPATCHED:
         return []
-    found: list[_Node] = list(node._dependencies or ())
+    found += node._dependencies or ()
     if order.running is not None:
         found.append(order.running)
     for ahead in order.queue:
@@ -78,6 +92,10 @@ def _needs(node: _Node) -> list[_Node]:
         calls = [call for order in lanes for call in (order.running, *order.queue)]
         found += [call for call in calls if call is not None and call._object is closes]
     return found
+
+
+def _needs_loop(call: Call) -> bool:
+    return call._light and call._thread is None  # its body is a coroutine
 
 
 def _ending(needs: dict[_Node, list[_Node]], waiting: Call) -> set[_Node]:

@@ -6,26 +6,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 from aiocolocated import _compat, _contexts, _readiness, _service, _settings, _shipping, _specs
+from aiocolocated._callback_errors import unwrapped
 from aiocolocated._calls import Call
 from aiocolocated._coroutines import CoroutineBody
-from aiocolocated._exceptions import BodyError, CallCancelledError
+from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._hostloop import host_loop
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
 from aiocolocated._protocols import Args, Kwargs, Plan
+from aiocolocated._raising import as_raisable, from_body, get_traceback, set_traceback
 from aiocolocated._settings import LOCK
 from aiocolocated._threads import ThreadBody
-from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, READY, RUNNING
+from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
 from aiocolocated._workers import local, pool
 
-_PACKAGE = __name__.partition(".")[0]
 ArrayImpl = _compat.ArrayImpl
 
 
@@ -56,6 +56,9 @@ class RunnableCall(Call):
                 value, arrays = self._take_outcome()
             else:
                 self._started = monotonic()
+                if self._look is not None and self._look_ahead():
+                    local.call = None
+                    return True
                 if self._light:
                     self._launch()
                     local.call = None
@@ -124,6 +127,38 @@ class RunnableCall(Call):
             self._fail(wakes, error, error.__traceback__)
             if self._owner is not None or self._loop is not None or self._object is not None:
                 self._computed(wakes)
+
+    def _look_ahead(self) -> bool:
+        """Find out what the call has to wait for, and let it take its turn again.
+
+        For calls whose needs are in their arguments' values: they wait in their channel for arrays that
+        are still computing, or for room, without a thread. False if the call was cancelled meanwhile.
+        """
+        look, self._look = self._look, None
+        assert look is not None
+        if self._convert:
+            self._convert = False
+            self._args, self._kwargs = self._bind(self._args, self._kwargs)
+        arrays = look(self)
+        pending = not _compat.all_ready(arrays)
+        with LOCK:
+            if self._state != RUNNING:
+                return False
+            self._state = QUEUED
+            self._started = 0.0
+            self._channel._order.put_back(self)
+            if pending:
+                self._blocked += 1
+                self._inputs = _readiness.when_ready(arrays, self._inputs_ready)
+        return True
+
+    def _inputs_ready(self) -> None:
+        """The poller found every array computed (service thread)."""
+        with LOCK:
+            self._inputs = None
+            self._blocked -= 1
+            if not self._blocked and self._state == QUEUED:
+                self._channel._resume()
 
     def _run_body(self) -> tuple[Any, Sequence[Any]]:
         plan, args, kwargs = self._plan, self._args, self._kwargs
@@ -237,16 +272,9 @@ class RunnableCall(Call):
 
     def _as_error(self, error: BaseException) -> BaseException:
         """The exception that waiters get: traceback from the body on, notes attached once."""
-        traceback = get_traceback(error)
-        while traceback is not None and _is_ours(traceback):
-            traceback = traceback.tb_next
-        set_traceback(error, traceback)
-        if not isinstance(error, Exception) or isinstance(
-            error, (StopIteration, StopAsyncIteration)
-        ):
-            cause = error
-            error = BodyError(f"{self._plan.name} raised {type(cause).__name__}: {_text(cause)}")
-            error.__cause__ = cause
+        error = unwrapped(error)
+        set_traceback(error, from_body(get_traceback(error)))
+        error = as_raisable(error, self._plan.name)
         try:
             notes: Sequence[str] = getattr(error, "__notes__", ())
             if not any(note.startswith("colocated call ") for note in notes):
@@ -290,13 +318,6 @@ _QUICK_RESULTS = frozenset({ArrayImpl, type(None), bool, int, float, str})
 computing: set[Call] = set()
 
 
-# Not by the exception's own attributes: its class may have replaced them.
-get_traceback: Callable[[BaseException], TracebackType | None] = vars(BaseException)[
-    "__traceback__"
-].__get__
-set_traceback = BaseException.with_traceback  # returns the exception
-
-
 def _load_and_call(plan: Plan, args: Args, kwargs: Kwargs) -> Any:
     try:
         return plan.body()(*args, **kwargs)
@@ -314,15 +335,3 @@ def _in_force(
 
 def _on_several_devices(arrays: Sequence[Any]) -> bool:
     return any(len(a.sharding.device_set) > 1 for a in arrays)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException:
-        return "(its text cannot be made)"
-
-
-def _is_ours(traceback: TracebackType) -> bool:
-    name = traceback.tb_frame.f_globals.get("__name__", "")
-    return isinstance(name, str) and (name.startswith((_PACKAGE + "._", _PACKAGE + ".hosts")))

@@ -14,8 +14,9 @@ from aiocolocated import _service
 from aiocolocated._calls import Call
 from aiocolocated._deadlocks import refuse_cycle
 from aiocolocated._exceptions import BodyError, CallCancelledError, DeadlockError
-from aiocolocated._execution import RunnableCall, set_traceback
+from aiocolocated._execution import RunnableCall
 from aiocolocated._loops import LoopCallback, Wakes, bridge_for
+from aiocolocated._raising import set_traceback
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING, CallState
 from aiocolocated._waiters import Callback, LoopWaiter, ThreadWaiter, body_wait, waiting

@@ -16,6 +16,7 @@ from collections.abc import Callable
 # For its exit hook, which has to be registered before the library's, to run after it: bodies use
 # executors while the interpreter waits for them, and uvloop is imported then.
 from concurrent.futures import thread as _  # noqa: F401
+from typing import Any
 
 from aiocolocated import _service
 from aiocolocated._exceptions import ShutdownError
@@ -29,12 +30,18 @@ logger = logging.getLogger("aiocolocated")
 class HostLoop:
     """A running loop, with the bridge that wakes it."""
 
-    __slots__ = ("bridge", "loop", "ready")
+    __slots__ = ("bridge", "callbacks", "loop", "name", "occupants", "place", "ready")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, place: int) -> None:
         self.loop = loop
+        self.place = place
+        self.name = "aiocolocated-loop" + (f"-{place + 1}" if place else "")
         self.bridge: LoopBridge | None = None
         self.ready = threading.Event()
+        # For each program with callbacks that its thread runs inline now, the call whose body
+        # dispatched it, if one did.
+        self.occupants: list[Any] = []
+        self.callbacks: set[asyncio.Task[None]] = set()  # that have begun here
 
     def serve(self) -> None:
         """Run the loop until the interpreter exits (its own thread)."""
@@ -58,6 +65,10 @@ class HostLoop:
                 except BaseException:
                     logger.exception("something on the library's event loop tried to end it")
 
+    def has_other_callbacks(self) -> bool:
+        """Whether blocking this thread, which runs the loop, would stop callbacks but its own."""
+        return bool(self.callbacks - {asyncio.current_task()})
+
     def refused(self) -> None:
         """No thread could be started."""
         self.loop.close()
@@ -74,7 +85,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
-_current: HostLoop | None = None
+# The first is the host's. Others exist once the thread of the one before had to wait for a callback.
+_loops: list[HostLoop] = []
 
 
 def host_loop() -> HostLoop:
@@ -84,15 +96,43 @@ def host_loop() -> HostLoop:
         ShutdownError: the interpreter is exiting and the loop has ended.
         RuntimeError: its thread could not be started.
     """
-    global _current
+    return _running_loop(0)
+
+
+def next_loop(stuck: HostLoop | None = None) -> HostLoop:
+    """A loop for a callback's coroutine: the host's, or on the thread of one the one after it.
+
+    So the threads of no two can wait for each other. One that does not come to begin the coroutine is
+    ``stuck``, and it is given to the next.
+    """
+    before = of_this_thread() if stuck is None else stuck
+    return _running_loop(0 if before is None else before.place + 1)
+
+
+def of_this_thread() -> HostLoop | None:
+    """The library's loop that runs on this thread."""
+    here = asyncio._get_running_loop()
+    if here is None:
+        return None
+    return next((host for host in _loops if host.loop is here), None)
+
+
+def occupants() -> list[Any]:
+    """The calls whose bodies have the host's loop run a program inline."""
+    return [call for call in _loops[0].occupants if call is not None] if _loops else []
+
+
+def _running_loop(place: int) -> HostLoop:
     new_loop = _loop_factory()  # an import, so not under the lock
     with LOCK:
         if pool.ended:
             raise ShutdownError("the interpreter is exiting: the library's event loop has ended")
-        host = _current
-        if host is None or host.loop.is_closed():
-            host = _current = HostLoop(new_loop())
-            _service.start_thread(host.serve, "aiocolocated-loop", host.refused)
+        if place < len(_loops) and not _loops[place].loop.is_closed():
+            host = _loops[place]
+        else:
+            host = HostLoop(new_loop(), place)
+            _loops[place : place + 1] = [host]
+            _service.start_thread(host.serve, host.name, host.refused)
     host.ready.wait()
     if host.loop.is_closed():
         raise RuntimeError("the thread of the library's event loop could not be started")

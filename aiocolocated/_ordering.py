@@ -19,7 +19,8 @@ class OrderedCall(Protocol):
     _blocked: int  # dependencies that are not dispatched yet
     _wide: bool  # a multi-device program, which needs the gate
     _light: bool  # its body is a coroutine
-    _gate: Gate[Any] | None  # of the object whose method it is
+    _gate: Gate[Any] | None  # of the object whose method it is, or of all transfers
+    _size: int  # what a budget counts
 
 
 C = TypeVar("C", bound=OrderedCall)
@@ -72,6 +73,10 @@ class Gate(Generic[C]):
         for order in lost:
             del self.places[order]
 
+    def hold_place(self, order: ChannelOrder[C]) -> None:
+        """A channel is claimed for a call of this gate."""
+        self.places[order] = None
+
     def enter(self, call: C, order: ChannelOrder[C]) -> None:
         if self.places:
             self.places.pop(order, None)
@@ -95,6 +100,66 @@ class Gate(Generic[C]):
             del self.parked[order]
             if order.claim():
                 claimed.append(order)
+        return claimed
+
+
+class Budget(Gate[C]):
+    """A gate that caps the sum of its calls' sizes. One that is larger than all there is goes alone.
+
+    First come, first served: a small call does not overtake a large one that waits, unless it needs no
+    room at all. A call has its room from the moment when its channel is claimed for it until
+    :meth:`give_back`, which may be long after its body has ended.
+    """
+
+    __slots__ = ("capacity", "taken")
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(0)  # of a gate without places a channel has to ask every time
+        self.capacity = capacity
+        self.taken = 0
+
+    def has_room(self, order: ChannelOrder[C]) -> bool:
+        """Whether the first call of a channel may enter; if so, it has its room."""
+        call = order._first()
+        assert call is not None
+        if call not in self.holders:
+            if call._size:
+                if self.parked and next(iter(self.parked)) is not order:
+                    return False
+                if self.taken and self.taken + call._size > self.capacity:
+                    return False
+            self.parked.pop(order, None)
+            self.holders.add(call)
+            self.taken += call._size
+        return True
+
+    def hold_place(self, order: ChannelOrder[C]) -> None:
+        """It has room already."""
+
+    def enter(self, call: C, order: ChannelOrder[C]) -> None:
+        """It has entered already."""
+
+    def leave(self, call: C) -> list[ChannelOrder[C]]:
+        """Its body has ended, but what it began may go on."""
+        return []
+
+    def give_back(self, call: C) -> list[ChannelOrder[C]]:
+        """Nothing of a call goes on, or it never began; as :meth:`admit`."""
+        if call in self.holders:
+            self.holders.remove(call)
+            self.taken -= call._size
+        return self.admit() if self.parked else []
+
+    def admit(self) -> list[ChannelOrder[C]]:
+        claimed: list[ChannelOrder[C]] = []
+        while self.parked:
+            order = next(iter(self.parked))
+            if order.claim():
+                claimed.append(order)
+            elif order in self.parked:
+                if order.needs(self):
+                    break
+                del self.parked[order]  # the call that it was parked for is gone
         return claimed
 
 
@@ -183,7 +248,7 @@ class ChannelOrder(Generic[C]):
             return False
         self.claimed = True
         if call._gate is not None:
-            call._gate.places[self] = None
+            call._gate.hold_place(self)
         if call._wide or self.wide:
             self.gate.places[self] = None
         return True
@@ -267,6 +332,12 @@ class ChannelOrder(Generic[C]):
 
     def body_ended(self) -> None:
         self.running = None
+
+    def put_back(self, call: C) -> None:
+        """The call that runs takes its turn again: it found out what else it has to wait for."""
+        self.running = None
+        self.queue.appendleft(call)
+        self.pending += 1
 
     def stop(self, error: BaseException) -> list[C]:
         """Stop for good after a failure; the queued calls, which will never run."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.core import Tracer
 
-from aiocolocated import _compat, _values
+from aiocolocated import _compat, _programs, _values
 from aiocolocated._exceptions import ArgumentError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._owners import Owner, current_owner
@@ -108,6 +109,8 @@ class RunPlan:
         return True
 
     def body(self) -> Callable[..., Any]:
+        if _compat.is_jitted(self._function):
+            return functools.partial(_programs.call, self._function)
         return self._function
 
     def futures(self, args: Args, kwargs: Kwargs) -> list[Call]:

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from aiocolocated import _compat, _service
+from aiocolocated._callback_errors import unwrapped
 from aiocolocated._exceptions import ArrayDeletedError
 
 _FIRST_PAUSE = 50e-6  # seconds
@@ -21,7 +22,9 @@ _LONGEST_PAUSE = 0.02
 _PAUSE_PER_PENDING = 50e-6  # keeps the poller below some percent of a core
 
 
-class _Poll:
+class Poll:
+    """A wait for arrays."""
+
     __slots__ = ("arrays", "done", "since")
 
     def __init__(self, arrays: Sequence[Any], done: Callable[[], None]) -> None:
@@ -54,12 +57,12 @@ class _Poll:
 _pending = 0
 
 
-def when_ready(arrays: Sequence[Any], done: Callable[[], None]) -> _Poll:
+def when_ready(arrays: Sequence[Any], done: Callable[[], None]) -> Poll:
     """Call ``done`` on the service thread once every array is computed, failed or deleted.
 
     Who gives up before that calls ``stop()`` on what is returned; ``done`` is called then as well.
     """
-    poll = _Poll(arrays, done)
+    poll = Poll(arrays, done)
     _service.post(poll.start)
     return poll
 
@@ -73,13 +76,20 @@ def check(arrays: Sequence[Any]) -> bool:
     try:
         return _compat.ready_or_raise(arrays)
     except RuntimeError as error:
-        for array in arrays:
-            if array.is_deleted():
-                raise ArrayDeletedError(
-                    f"an array of shape {array.shape} and dtype {array.dtype} was deleted or donated "
-                    "before it was awaited"
-                ) from error
-        raise
+        found = unwrapped(error)
+        if found is error:
+            found = None  # type: ignore[assignment] # a traceback keeps this frame
+            for array in arrays:
+                if array.is_deleted():
+                    raise ArrayDeletedError(
+                        f"an array of shape {array.shape} and dtype {array.dtype} was deleted or donated "
+                        "before it was awaited"
+                    ) from error
+            raise
     finally:
         array = None
-        del arrays  # a traceback keeps this frame
+        del arrays
+    try:
+        raise found  # not above, or its context would no longer be its own
+    finally:
+        del found

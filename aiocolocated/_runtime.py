@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Unpack, final
 
 from aiocolocated import _compat, _owners, _service, _settings, _submission
+from aiocolocated._callback_runs import coroutines_running
 from aiocolocated._calls import Call
 from aiocolocated._execution import computing
 from aiocolocated._loops import Wakes
@@ -64,6 +65,7 @@ class RuntimeStatistics:
         running: bodies that run, abandoned ones included.
         dispatched: calls whose arrays are computing.
         abandoned: cancelled calls whose body still runs.
+        transfer_bytes: bytes that transfers have in flight.
     """
 
     workers: int
@@ -76,6 +78,7 @@ class RuntimeStatistics:
     running: int
     dispatched: int
     abandoned: int
+    transfer_bytes: int
 
 
 @final
@@ -115,6 +118,7 @@ class Runtime:
                 running=states.count("running") + states.count("abandoned"),
                 dispatched=states.count("dispatched"),
                 abandoned=states.count("abandoned"),
+                transfer_bytes=_submission.transfers.taken,
             )
 
     def __repr__(self) -> str:
@@ -165,9 +169,10 @@ def configure(**changes: Unpack[SettingsChanges]) -> Settings:
             raise TypeError(f"configure() has no setting {name!r}; there are: {sorted(known)}")
     settings = _settings.change(**changes)
     with LOCK:
-        gate = _submission.gate
+        gate, transfers = _submission.gate, _submission.transfers
         gate.limit = settings.multi_device_in_flight
-        for order in gate.admit():
+        transfers.capacity = settings.transfer_bytes_in_flight
+        for order in (*gate.admit(), *transfers.admit()):
             pool.schedule(order.lane)
         if "slow_call" in changes and _submission.watching_slow:
             _watch_slow_calls()  # the next look may be seconds away
@@ -273,7 +278,7 @@ def _run_before_exit() -> bool:
 
 def _busy() -> bool:
     with LOCK:
-        return bool(_submission.calls_in_flight())
+        return bool(_submission.calls_in_flight() or coroutines_running())
 
 
 def _run_stranded() -> None:

@@ -28,9 +28,13 @@ class Settings:
             :exc:`WorkerLimitError`.
         worker_idle_timeout: seconds after which an idle thread ends.
         slow_call: seconds after which a running call is logged, once; ``None`` never.
+        slow_callback: seconds after which a callback of a jitted program that is not over is logged,
+            once; ``None`` never.
         exit_grace: seconds that interpreter exit waits for submitted calls; ``None`` without limit.
         multi_device_in_flight: programs over several devices, dispatched through
             :meth:`TaskChannel.run`, that may be in flight at once in the process.
+        transfer_bytes_in_flight: bytes that :func:`device_put` and :func:`device_get` may have in flight
+            at once in the process. A larger transfer goes alone.
         strict: plain Python values go to bodies and back by value on the in-process host too, pickled,
             as they do on other hosts: what a body does to its arguments does not show, and what cannot
             be pickled is refused. Arrays are carried by reference all the same. The pytest plugin
@@ -41,19 +45,26 @@ class Settings:
     worker_ceiling: int = 1024
     worker_idle_timeout: float = 10.0
     slow_call: float | None = 60.0
+    slow_callback: float | None = 5.0
     exit_grace: float | None = None
     multi_device_in_flight: int = 8
+    transfer_bytes_in_flight: int = 1 << 30
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("worker_limit", "worker_ceiling", "multi_device_in_flight"):
+        for name in (
+            "worker_limit",
+            "worker_ceiling",
+            "multi_device_in_flight",
+            "transfer_bytes_in_flight",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         strict: Any = self.strict
         if not isinstance(strict, bool):
             raise ValueError(f"strict must be a bool, got {strict!r}")
-        for name in ("worker_idle_timeout", "slow_call", "exit_grace"):
+        for name in ("worker_idle_timeout", "slow_call", "slow_callback", "exit_grace"):
             value = getattr(self, name)
             if value is None and name != "worker_idle_timeout":
                 continue
@@ -68,8 +79,10 @@ class SettingsChanges(TypedDict, total=False):
     worker_ceiling: int
     worker_idle_timeout: float
     slow_call: float | None
+    slow_callback: float | None
     exit_grace: float | None
     multi_device_in_flight: int
+    transfer_bytes_in_flight: int
     strict: bool
 
 

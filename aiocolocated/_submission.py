@@ -18,7 +18,7 @@ from aiocolocated._exceptions import (
 )
 from aiocolocated._execution import computing
 from aiocolocated._loops import Wakes, bridge_for
-from aiocolocated._ordering import Gate, Ticket
+from aiocolocated._ordering import Budget, Gate, Ticket
 from aiocolocated._owners import Owner
 from aiocolocated._protocols import CallChannel
 from aiocolocated._settings import LOCK
@@ -29,6 +29,7 @@ from aiocolocated._workers import local, pool
 C = TypeVar("C", bound=Call)
 
 gate: Gate[Call] = Gate(_settings.current.multi_device_in_flight)
+transfers: Budget[Call] = Budget(_settings.current.transfer_bytes_in_flight)
 shutting_down = False
 watching_slow = False
 slow_call_watch: Callable[[], None] | None = None  # set by _runtime

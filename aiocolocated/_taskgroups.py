@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from aiocolocated._channels import new_channel
 from aiocolocated._exceptions import ArgumentError
-from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes, bridge_for
 from aiocolocated._owners import Owner, current_owner, enter_owner, leave_owner
@@ -156,7 +155,7 @@ class TaskGroup(asyncio.TaskGroup):
 
     @overload
     def start_soon(
-        self, fn: ColocatedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, fn: Callable[P, ArrayFuture[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> ArrayFuture[R]: ...
     @overload
     def start_soon(  # type: ignore[overload-overlap] # a coroutine is a result, too

@@ -120,6 +120,12 @@ body_wait: contextvars.ContextVar[BodyWait | None] = contextvars.ContextVar(
 )
 
 
+def own_body() -> Any:
+    """The call whose body runs here, or waits for the code that does."""
+    call = local.call
+    return waiting_body() if call is None else call
+
+
 def waiting_body() -> Any:
     """The call whose body waits for the code that runs here."""
     wait = body_wait.get()

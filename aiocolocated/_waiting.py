@@ -272,6 +272,11 @@ async def _wait_all(
                 await call._clean_up()
 
 
+async def wait_until_over(calls: list[ArrayFuture[Any]]) -> None:
+    """Wait for calls, however they end; none is cancelled, and no error counts as retrieved."""
+    await _wait_all(asyncio.get_running_loop(), calls, [], patient=True, cancels=False)
+
+
 def _raise_first(items: Sequence[Any]) -> None:
     """Raise the first error there is; the others, also those still to come, count as retrieved."""
     other: Any = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import calls, loop_gap, memory, objects, readiness
+from . import calls, loop_gap, memory, objects, readiness, transfers
 
 if TYPE_CHECKING:
     from ._model import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
-    for family in (calls, objects, readiness, memory, loop_gap)
+    for family in (calls, objects, readiness, memory, transfers, loop_gap)
     for benchmark in family.BENCHMARKS
 }

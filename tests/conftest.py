@@ -112,6 +112,7 @@ def _restored_library() -> Iterator[None]:
     yield
     aiocolocated.configure(**defaults)
     aiocolocated.clear_caches()
+    aiocolocated._callback_errors._errors.clear()  # nor is one that nobody got logged in another test
 
 
 @pytest.fixture(autouse=True)

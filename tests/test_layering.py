@@ -19,13 +19,23 @@ PACKAGE = ROOT / "aiocolocated"
 # The files that one `folder/*` entry stands for may import each other, without a cycle.
 LAYERS: dict[str, tuple[str, ...]] = {
     "L0": ("_compat", "_exceptions", "_types"),
-    "L1": ("_specs", "_values", "_serialization", "_cache", "_contexts", "_ordering"),
+    "L1": (
+        "_specs",
+        "_values",
+        "_serialization",
+        "_cache",
+        "_contexts",
+        "_ordering",
+        "_raising",
+        "_overlap",
+    ),
     "L2": (
         "_settings",
         "_loops",
         "_service",
         "_workers",
         "_shipping",
+        "_callback_errors",
         "_hostloop",
         "_readiness",
         "_owners",
@@ -35,6 +45,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_threads",
         "_calls",
         "_deadlocks",
+        "_programs",
+        "_callback_runs",
         "_execution",
         "_futures",
         "_submission",
@@ -50,6 +62,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_functions",
         "_taskgroups",
         "_waiting",
+        "_transfers",
         "_lifetimes",
         "_sources",
         "_streams",
@@ -57,15 +70,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_objects",
         "_proxies",
         "_classes",
+        "_callbacks",
+        "_jitted",
+        "_effects",
     ),
     "L5": ("from_thread", "__init__", "testing/*"),
 }
 ORDER = [entry for layer in LAYERS.values() for entry in layer]
 
 # (importer, imported) pairs that may go upwards under `if TYPE_CHECKING:`. Keep it short.
-TYPE_ONLY: set[tuple[str, str]] = {
-    ("_channels", "_functions"),  # TaskChannel.submit keeps the signature of a colocated function
-}
+TYPE_ONLY: set[tuple[str, str]] = set()
 
 # What only `_compat` may touch. `jaxlib` and everything private of `jax` are in it.
 PRIVATE_JAX = re.compile(r"^(jax\.experimental|jax(\.\w+)*\._(?!_)\w*|jaxlib)(\.|$)")

@@ -270,7 +270,7 @@ def _lasting() -> tuple[object, ...]:
     """What lives as long as the process, once it was started, and holds descriptors."""
     from aiocolocated import _hostloop
 
-    return _backend_started(), id(_hostloop._current)
+    return _backend_started(), *map(id, _hostloop._loops)
 
 
 def _backend_started() -> bool:
@@ -292,7 +292,12 @@ def _live_arrays() -> list[Any]:
             arrays += jax.live_arrays(platform)
         except RuntimeError:  # JAX was told to do without this platform
             continue
-    return [array for array in arrays if not array.is_deleted()]
+    return [array for array in arrays if not (_is_token(array) or array.is_deleted())]
+
+
+def _is_token(array: Any) -> bool:
+    """Whether it may be one of those that JAX keeps for each thread with ordered callbacks."""
+    return bool(array.shape == (0,) and array.dtype == bool)
 
 
 def _buffer_of(array: Any) -> int | None:
