@@ -490,7 +490,12 @@ def _find_user_contexts() -> None:
         return
     _user_contexts_seen = count
     known = {id(s) for s in _states}
+    frozen = gc.get_freeze_count() > 0  # `gc.get_objects` leaves those out
+    if frozen:
+        gc.unfreeze()
     found = [o._obj for o in gc.get_objects() if type(o) is kind and id(o._obj) not in known]
+    if frozen:
+        gc.freeze()
     _states = (*_states, *found)
 
 

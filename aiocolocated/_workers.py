@@ -345,6 +345,9 @@ class Pool:
             self.refused = monotonic()
             if worker.first is not None:
                 self.enqueue(worker.first, first=True)
+                if not self._watching:  # it ended while nothing seemed to wait
+                    self._watching = True
+                    _service.post(self._start_watch)
 
     def add_dedicated(self, name: str, lane: Lane) -> Worker:
         """A worker for one lane, outside the limit."""
