@@ -36,7 +36,7 @@ demo: $(VENV)/.installed-examples
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(VENV)/.installed-tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .

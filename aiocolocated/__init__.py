@@ -74,7 +74,7 @@ from aiocolocated._waiting import (
     wait_until_ready as wait_until_ready,
 )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AiocolocatedError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from time import monotonic
@@ -13,7 +14,7 @@ from typing import Any
 
 from aiocolocated import _compat, _coroutines, _programs, _service, _settings
 from aiocolocated._exceptions import CallCancelledError
-from aiocolocated._hostloop import next_loop, of_this_thread
+from aiocolocated._hostloop import HostLoop, next_loop, of_this_thread
 from aiocolocated._loops import LoopCallback
 from aiocolocated._settings import LOCK
 from aiocolocated._waiters import BodyWait, body_wait, own_body, waiting
@@ -58,7 +59,7 @@ class Running:
             _running.add(self)
             if not _watching:
                 _watching = True
-                _service.post(_look)
+                _service.post(functools.partial(_look, _watch))
 
     def _end(self) -> None:
         with LOCK:
@@ -101,6 +102,8 @@ class CoroutineRun(Running):
         context: contextvars.Context,
         config: _compat.Snapshot | None,
     ) -> None:
+        if _settings.forked:
+            raise _settings.refuse_fork()
         super().__init__(what)
         self._make: Callable[[], Awaitable[Any]] | None = make
         self._context: contextvars.Context | None = context
@@ -115,21 +118,25 @@ class CoroutineRun(Running):
         # The body that called the program inline, and so waits for this; an XLA thread has none.
         self._wait = BodyWait(own_body())
         context.run(body_wait.set, self._wait)
-        self._host = next_loop()
-        self._begin()
-        self._tell(self._start)
+        self._host = next_loop()  # until another loop is faster
 
-    def _tell(self, function: Callable[[Any], object]) -> None:
-        assert self._host.bridge is not None
-        self._host.bridge.post(LoopCallback(function, None, contextvars.Context()))
-        self._host.bridge.notify()
+    def begin(self) -> None:
+        """Have it run; who would cancel it if this is interrupted knows of it already."""
+        self._begin()
+        self._tell(self._start, self._host)
+
+    def _tell(self, function: Callable[[Any], object], host: HostLoop) -> None:
+        assert host.bridge is not None
+        host.bridge.post(LoopCallback(function, None, contextvars.Context()))
+        host.bridge.notify()
 
     def cancel(self) -> None:
         """Have the coroutine cancelled, which nobody will collect (any thread)."""
         collect(self.ticket)
         self._asked = True
         if not self._done.is_set():
-            self._tell(self._cancel)
+            self._tell(self._start, self._host)  # an interrupt may have come between
+            self._tell(self._cancel, self._host)
 
     def wait(self) -> Any:
         """Wait for the coroutine, and give or raise what came of it (any thread).
@@ -154,14 +161,17 @@ class CoroutineRun(Running):
     def _wait_until_over(self) -> None:
         # The thread of its loop may be stuck: in a program that waits for this coroutine, by other
         # threads, or in what code that runs there waits for. Then it is begun on another loop.
-        looks = 0
-        while self._context is not None and not self._done.wait(_PATIENCE):
+        looks, host = 0, self._host
+        while not self._done.wait(_PATIENCE):
             looks += 1
-            if self._host.occupants or looks >= _MOST_LOOKS:
-                looks = 0
-                self._host = next_loop(self._host)
-                self._tell(self._start)
-        self._done.wait()
+            if self._context is None:
+                # Not for ever: a Ctrl-C just before does not interrupt it.
+                while not self._done.wait(1.0):
+                    pass
+                return
+            if host.occupants or looks >= _MOST_LOOKS:
+                looks, host = 0, next_loop(host)
+                self._tell(self._start, host)
 
     # -- on the loop ------------------------------------------------------------------------------
 
@@ -186,7 +196,7 @@ class CoroutineRun(Running):
             if self._host is of_this_thread():
                 self._task.cancel()
             else:
-                self._tell(self._cancel)
+                self._tell(self._cancel, self._host)
 
     async def _run(self) -> None:
         make, self._make = self._make, None
@@ -294,6 +304,15 @@ def abandon(tickets: Iterable[int]) -> None:
 # --- watch --------------------------------------------------------------------------------------------
 
 _watching = False
+_watch = 0  # the number of the watch in force
+
+
+def watch_anew() -> None:
+    """The limit has changed, and the next look may be a second away (under the lock)."""
+    global _watch
+    _watch += 1
+    if _watching:
+        _service.post(functools.partial(_look, _watch))
 
 
 def coroutines_running() -> list[CoroutineRun]:
@@ -301,13 +320,15 @@ def coroutines_running() -> list[CoroutineRun]:
     return [run for run in _running if isinstance(run, CoroutineRun)]
 
 
-def _look() -> None:
+def _look(watch: int) -> None:
     """Log callbacks that are slow, each once (service thread)."""
     global _watching
     limit = _settings.current.slow_callback
     now = monotonic()
     slow: list[Running] = []
     with LOCK:
+        if watch != _watch:
+            return
         if not _running:
             _watching = False
             return
@@ -316,7 +337,7 @@ def _look() -> None:
                 run._reported = True
                 slow.append(run)
     pause = 1.0 if limit is None else max(0.01, min(limit / 4, 1.0))
-    _service.call_at(now + pause, _look)
+    _service.call_at(now + pause, functools.partial(_look, watch))
     for run in slow:
         _service.logger.warning(
             "%s has not returned for %.1f s, %s (slow_callback is %s s). It never will if it waits for "

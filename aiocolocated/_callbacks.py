@@ -132,6 +132,7 @@ class _Target:
         )
         if dispatch is not None:
             dispatch.runs.append(run)
+        run.begin()
         return run
 
     def _leading_dimensions(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -268,10 +269,10 @@ def _differs(where: str, respect: str, spec: Any, got: Any) -> SpecError:
 
 
 def _spec(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise ArgumentError(
             f"result_shape_dtypes{jax.tree_util.keystr(path)} must have a shape and a dtype (a "
-            f"jax.ShapeDtypeStruct, say), got {_specs.describe(leaf)}"
+            f"jax.ShapeDtypeStruct, say), got {leaf if isinstance(leaf, type) else _specs.describe(leaf)}"
         )
     dtype = leaf.dtype
     if not _is_key(leaf):
@@ -297,7 +298,10 @@ def _physical(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    # Not its `repr`: that of an object may show, and wait for, arrays.
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -306,7 +310,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
     if hasattr(function, "_prepare_call"):  # a colocated function or method: its call is awaited
         return True
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        vars(type(function)).get("__call__")
+        type(function).__call__
     )
 
 

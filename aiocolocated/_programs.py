@@ -163,8 +163,7 @@ def block_until_over() -> list[Exception]:
     """Wait for the effects of every program dispatched so far (worker thread).
 
     Returns:
-        JAX's errors of those that no call of the library raises. The last program of a queue has one,
-        whichever failed; a callback of the library's is in its text.
+        JAX's errors of those that no call of the library raises.
     """
     with LOCK:
         waiting_for = list(_in_flight.items())
@@ -174,7 +173,7 @@ def block_until_over() -> list[Exception]:
         try:
             token.block_until_ready()
         except Exception as error:
-            if not owned or _callback_errors.is_callbacks(error):
+            if not owned:
                 errors.append(error.with_traceback(None))  # it has this frame, and so the list
         with LOCK:
             if _in_flight.get(queue, (None, False))[0] is token:

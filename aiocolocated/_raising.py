@@ -84,7 +84,7 @@ def drop_frames(error: BaseException, outer: BaseException | None = None) -> Non
     seen: set[int] = set()
     while todo:
         one = todo.pop()
-        if one is None or one is outer or id(one) in seen:
+        if one is None or id(one) in seen:
             continue
         seen.add(id(one))
         if (traceback := get_traceback(one)) is not None:

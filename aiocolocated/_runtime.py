@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Unpack, final
 
 from aiocolocated import _compat, _owners, _service, _settings, _submission
-from aiocolocated._callback_runs import coroutines_running
+from aiocolocated._callback_runs import coroutines_running, watch_anew
 from aiocolocated._calls import Call
 from aiocolocated._execution import computing
 from aiocolocated._loops import Wakes
@@ -176,6 +176,8 @@ def configure(**changes: Unpack[SettingsChanges]) -> Settings:
             pool.schedule(order.lane)
         if "slow_call" in changes and _submission.watching_slow:
             _watch_slow_calls()  # the next look may be seconds away
+        if "slow_callback" in changes:
+            watch_anew()
     return settings
 
 

@@ -72,19 +72,18 @@ def device_put(
     Raises:
         TracedCallError: called while JAX traces.
         ArgumentError: a leaf is a coroutine, a stream or the like.
-
-        The future raises :exc:`ArrayDeletedError`, which names the leaf, for one that was deleted or
-        donated, and what JAX raises otherwise, with a note that names the leaf.
+        ArrayDeletedError: of the future: a leaf was deleted or donated; the message has its path.
+        Exception: of the future: what JAX raises, with a note that has the path of the leaf.
 
     Ordering: none, neither between transfers nor with other calls: each has a channel of its own. What
-    depends on a transfer takes its future as an argument. ``channel.submit(device_put, x)`` gives it a
-    place in a channel.
+        depends on a transfer takes its future as an argument. ``channel.submit(device_put, x)`` gives it
+        a place in a channel.
 
-    Transfers start as their inputs are ready, first come first served, while their bytes fit into
+    Transfers start as their inputs are ready, first come, first served, while their bytes fit into
     ``transfer_bytes_in_flight`` (:func:`configure`); a larger one goes alone.
 
     Cancellation: a queued transfer never starts, and drops its inputs; one that runs stops between
-    leaves, and drops what it has made. What was donated by then is gone.
+        leaves, and drops what it has made. What was donated by then is gone.
 
     Thread safety: any thread; without a loop use ``device_put(x).result()``.
 
@@ -118,13 +117,12 @@ def device_get(x: Any) -> ArrayFuture[Any]:
     Raises:
         TracedCallError: called while JAX traces.
         ArgumentError: a leaf is a coroutine, a stream or the like.
+        ArrayDeletedError: of the future: a leaf was deleted or donated; the message has its path.
+        RuntimeError: of the future: a leaf has shards in other processes (JAX's own error, which says
+            what to do), or its computation failed; a note has the path of the leaf.
 
-        The future raises :exc:`ArrayDeletedError`, which names the leaf, for one that was deleted or
-        donated; the error of a leaf's computation; and JAX's :exc:`RuntimeError` for an array with
-        shards in other processes, both with a note that names the leaf. Take
-        ``array.addressable_shards`` apart for what is here.
-
-    Ordering, cancellation, thread safety, and how much is in flight: as for :func:`device_put`.
+    Ordering, cancellation, thread safety and the bound on the bytes in flight: as for
+    :func:`device_put`.
 
     Example:
         >>> metrics = await device_get(train_step(state))

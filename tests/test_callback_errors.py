@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import gc
 import logging
 import os
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,6 +33,9 @@ from aiocolocated import (
     _callback_errors,
     _callback_runs,
     _compat,
+    _execution,
+    _programs,
+    _service,
     awaitable_jit,
     callback_error,
     colocated_python,
@@ -480,19 +485,24 @@ async def test_five_waits_raise_the_same():
     seen = set()
     for _ in range(5):
         assert await outcome(future) is error
-        seen.add((len(traceback.extract_tb(error.__traceback__)), len(shown_chain(error))))
+        seen.add((frames_here(error), len(shown_chain(error))))
         assert len(error.__notes__) == 1
     assert len(seen) == 1
     RAISED.append(error := with_cause())
     y = late_result(program_of(coroutine))
-    await outcome(wait_until_ready(y))  # which perhaps had to wait, in one frame more
     seen = set()
     for later in (y, y + 1, y + 1, y, y):
         assert await outcome(wait_until_ready(later)) is error
-        seen.add((len(traceback.extract_tb(error.__traceback__)), len(shown_chain(error))))
+        seen.add((frames_here(error), len(shown_chain(error))))
     assert len(seen) == 1
     assert not hasattr(error, "__notes__")
     del error
+
+
+def frames_here(error: BaseException) -> tuple[str, ...]:
+    """Names of the frames in this file; one of the library is there only if a wait had to wait."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return tuple(frame.name for frame in frames if frame.filename == __file__)
 
 
 @pytest.mark.asyncio
@@ -794,13 +804,13 @@ async def test_body_that_translates_an_error():
 # --- siblings ---------------------------------------------------------------------------------------------
 
 ENDED: list[str] = []
-ARRIVED = threading.Event()
+ARRIVED: list[str] = []
 
 
 async def stays(x: jax.Array) -> Any:
     """Until it is cancelled."""
     try:
-        ARRIVED.set()
+        ARRIVED.append("")
         await asyncio.Event().wait()
     except asyncio.CancelledError:
         ENDED.append("cancelled")
@@ -808,7 +818,7 @@ async def stays(x: jax.Array) -> Any:
 
 
 async def fails_beside(x: jax.Array) -> Any:
-    while not ARRIVED.is_set():
+    while len(ARRIVED) < 2:
         await asyncio.sleep(0)
     raise_next()
 
@@ -861,18 +871,43 @@ async def test_sibling_that_ended_is_let_go(way):
     async def ends(x):
         result = np.zeros(1000)
         results.append(weakref.ref(result))
-        ARRIVED.set()
+        ARRIVED.append("")
         return {"result": result}
 
     spec = {"result": jax.ShapeDtypeStruct((1000,), np.float32)}
     program = jax.jit(
         lambda x: (io_callback(fails_beside, F32, x), io_callback(ends, spec, x)["result"][0])
     )
-    ARRIVED.clear()
+    ARRIVED[:] = [""]
     RAISED.append(error := Plain("text"))
     assert await way(program) is error
     await effects_barrier()
     assert [ref() for ref in results] == [None]
+
+
+@pytest.mark.asyncio
+async def test_what_a_program_has_started_is_cancelled():
+    """If it fails inline, by whatever; and the ticket for it is taken back."""
+    ENDED.clear()
+    ARRIVED.clear()
+
+    def start_and_fail(x):
+        # What JAX does for an overlapping callback of a coroutine, before another one fails.
+        run = _callback_runs.CoroutineRun(
+            "callback", functools.partial(stays, x), contextvars.Context(), None
+        )
+        _callback_runs.ticket_for(run)
+        _programs.here.dispatch.runs.append(run)
+        run.begin()
+        while not ARRIVED:
+            time.sleep(0.0001)
+        return plain(x)
+
+    RAISED.append(error := Plain("text"))
+    assert await run_inline(new_program(start_and_fail)) is error
+    assert _callback_runs._tickets == {}
+    await effects_barrier()
+    assert ENDED == ["cancelled"]
 
 
 @pytest.mark.asyncio
@@ -1033,6 +1068,45 @@ async def test_barrier_leaves_errors_of_calls_to_their_waiters():
     assert await outcome(later) is second
     await effects_barrier()
     del future, later
+
+
+@pytest.mark.asyncio
+async def test_barrier_leaves_an_error_to_a_call_that_is_to_get_it():
+    """One of a later call, that has failed while the barrier waited, and has not been told so."""
+    go, fail = Gate(), Gate()
+    stopped, stop = Gate(), Gate()
+
+    def stop_telling() -> None:
+        stopped.open()
+        stop.wait()
+
+    def failing(x):
+        fail.wait()
+        return plain(x)
+
+    earlier = TaskChannel().run(go.wait)
+    barrier = asyncio.create_task(effects_barrier())
+    RAISED.append(error := Plain("text"))
+    later = TaskChannel().run(new_program(failing), spread())
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            while not any(call is later for call in _execution.computing):
+                await asyncio.sleep(0.001)
+            _service.post(stop_telling)
+            await stopped.wait_async()
+            fail.open()
+            while not _callback_errors.has_lost():
+                await asyncio.sleep(0.001)
+            go.open()
+            await earlier
+            for _ in range(20):  # the barrier comes to its end
+                await asyncio.sleep(0.001)
+            assert _callback_errors.has_lost()
+    finally:
+        stop.open()
+    await barrier
+    assert await outcome(later) is error
+    del earlier, later
 
 
 @pytest.mark.parametrize("function", [plain, coroutine])

@@ -679,6 +679,31 @@ async def test_cancelled_before_a_worker_has_looked():
     assert recorder.count("start") == 1
 
 
+@pytest.mark.asyncio
+async def test_cancelled_while_a_worker_looks():
+    """Nor does one that is cancelled while a worker finds out how large it is."""
+    gate, recorder = Gate(), Recorder()
+
+    class Slow:
+        @property
+        def nbytes(self) -> int:
+            recorder.record("look")
+            gate.wait()
+            return 8
+
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            recorder.record("start")
+            return np.zeros(1)
+
+    call = device_put(Slow())
+    await recorder.wait_for("look")
+    assert call.cancel()
+    gate.open()
+    await eventually(lambda: not runtime.calls(), "it is over")
+    assert call.cancelled()
+    assert recorder.count("start") == 0
+
+
 @pytest.mark.parametrize("who", ["cancel", "waiter", "block"])
 @pytest.mark.asyncio
 async def test_cancelled_in_progress(who, monkeypatch):
@@ -967,6 +992,23 @@ async def test_large_trees_are_moved_in_parts(monkeypatch):
     sizes = [1, 1, 1, 1, 50, 50, 51, 500, 2, 0, 0, 0]
     await device_put([np.zeros(n, np.uint8) for n in sizes])
     assert parts == [[1, 1, 1], [1, 50], [50], [51], [500], [2, 0, 0], [0]]
+
+
+@pytest.mark.asyncio
+async def test_all_copies_begin_before_the_first_is_waited_for(monkeypatch):
+    """So that they overlap where they take time."""
+    monkeypatch.setattr(_transfers, "_PART_LEAVES", 1)
+    recorder = Recorder()
+    array = jnp.ones(2)
+    original = type(array).copy_to_host_async
+
+    def copy(self: Any) -> None:
+        recorder.record("copy")
+        original(self)
+
+    monkeypatch.setattr(type(array), "copy_to_host_async", copy)
+    await device_get([Leaf(None, recorder), array, jnp.zeros(3)])
+    assert [event.name for event in recorder.events][:3] == ["copy", "copy", "start"]
 
 
 # --- the state machine alone ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -139,7 +139,7 @@ async def open_batches(
         meter.add(len(files))
         names = [file.name for file in files]
         jpegs = await fetch(files)
-        parts = [
+        parts: list[Any] = [  # futures of JAX arrays, made of the NumPy arrays that bodies return
             group.start_soon(function, jpegs[i : i + part], names[i : i + part], part, shape)
             for function, i in zip(decode_on, range(0, size, part), strict=True)
         ]
