@@ -200,6 +200,9 @@ def callback_error(exc: BaseException) -> BaseException | None:
         The original exception, with type, arguments and traceback, or ``None``: no callback of this
         library's functions failed in this process, or it is one of the oldest (the last 256 are kept).
 
+    Whoever asks has got the error: it is neither logged (after 10 s, or at exit) nor raised by
+    :func:`effects_barrier`, as one is that nobody has got.
+
     Thread safety: any thread.
 
     Example:

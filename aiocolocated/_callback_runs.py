@@ -29,19 +29,37 @@ _next_ticket = 0
 _running: set[Running] = set()
 
 
+class Place:
+    """That code runs in a callback; not the callback itself, because contexts live longer."""
+
+    __slots__ = ("in_flight",)
+
+    def __init__(self) -> None:
+        # Whether a program that this thread does not run inline waits for the callback.
+        self.in_flight = _programs.here.dispatch is None
+
+
+# The callbacks that wait for the code that runs here, from the outermost on.
+callbacks_here: contextvars.ContextVar[tuple[Place, ...]] = contextvars.ContextVar(
+    "aiocolocated_callbacks_here", default=()
+)
+
+
 class Running:
     """A callback that runs, for the watch; a context manager for a plain function."""
 
-    __slots__ = ("_reported", "_since", "_where", "what")
+    __slots__ = ("_entered", "_reported", "_since", "_where", "place", "what")
 
     def __init__(self, what: str) -> None:
         self.what = what
+        self.place = Place()
         self._where = ""
         self._since = 0.0
         self._reported = False
 
     def __enter__(self) -> None:
         self._where = f"on thread {threading.current_thread().name!r}"
+        self._entered = callbacks_here.set((*callbacks_here.get(), self.place))
         self._begin()
 
     def __exit__(
@@ -50,6 +68,7 @@ class Running:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        callbacks_here.reset(self._entered)
         self._end()
 
     def _begin(self) -> None:
@@ -62,6 +81,7 @@ class Running:
                 _service.post(functools.partial(_look, _watch))
 
     def _end(self) -> None:
+        self.place.in_flight = False
         with LOCK:
             _running.discard(self)
 
@@ -118,6 +138,7 @@ class CoroutineRun(Running):
         # The body that called the program inline, and so waits for this; an XLA thread has none.
         self._wait = BodyWait(own_body())
         context.run(body_wait.set, self._wait)
+        context.run(callbacks_here.set, (*context.get(callbacks_here, ()), self.place))
         self._host = next_loop()  # until another loop is faster
 
     def begin(self) -> None:
@@ -226,11 +247,6 @@ class CoroutineRun(Running):
         self._wait.call = self._wait.task = None  # contexts are copied, and tasks keep theirs
         self._end()
         self._done.set()
-
-    @property
-    def task(self) -> asyncio.Task[None] | None:
-        """While it runs."""
-        return self._task
 
     def is_running(self) -> bool:
         return not self._done.is_set()

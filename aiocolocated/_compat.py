@@ -399,9 +399,30 @@ def _find_states() -> tuple[_State, ...]:
                 found[id(value)] = value
             elif isinstance(inner := getattr(value, "_obj", None), kind):
                 found[id(inner)] = inner  # a user context
+    if _user_context is not None:  # those that were made before this file was imported
+        for value in gc.get_objects():
+            if type(value) is _user_context:
+                found[id(value._obj)] = value._obj
     return tuple(s for s in found.values() if s.name not in _NOT_CAPTURED)
 
 
+def _watch_user_contexts() -> list[_State]:
+    """A list to which ``jax.make_user_context`` adds what it makes; JAX keeps none."""
+    made: list[_State] = []
+    if _user_context is not None:
+        original = _user_context.__init__
+
+        @functools.wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            made.append(self._obj)
+
+        _user_context.__init__ = init
+    return made
+
+
+_user_context: Any = getattr(_config, "UserConfig", None)
+_user_contexts = _watch_user_contexts()
 _states: tuple[_State, ...] = ()
 _clean_trace_context: Any = None
 _user_contexts_seen = 0
@@ -477,26 +498,14 @@ def capture_config() -> Snapshot | None:
 
 
 def _find_user_contexts() -> None:
-    """Add the objects behind ``jax.make_user_context``; JAX keeps no list of them.
-
-    A scan of the collector's objects costs tens of milliseconds, so only after one was made. JAX 0.10.0
-    has no names of what is in its trace context, to which each user context adds an entry.
-    """
+    """Add the objects behind ``jax.make_user_context`` that were made since the last look."""
     global _states, _user_contexts_seen
-    kind = getattr(_config, "UserConfig", None)
-    names = getattr(_config.config_ext, "trace_context_names", None)
-    count = names().count("user_context") if names else len(_trace_context())
-    if kind is None or count == _user_contexts_seen:
+    if len(_user_contexts) == _user_contexts_seen:
         return
-    _user_contexts_seen = count
+    new = _user_contexts[_user_contexts_seen:]
+    _user_contexts_seen += len(new)
     known = {id(s) for s in _states}
-    frozen = gc.get_freeze_count() > 0  # `gc.get_objects` leaves those out
-    if frozen:
-        gc.unfreeze()
-    found = [o._obj for o in gc.get_objects() if type(o) is kind and id(o._obj) not in known]
-    if frozen:
-        gc.freeze()
-    _states = (*_states, *found)
+    _states = (*_states, *(s for s in new if id(s) not in known))
 
 
 _MESHES = object()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from aiocolocated import _callback_errors, _callback_runs, _compat, _programs, _service
 from aiocolocated._channels import new_channel
+from aiocolocated._exceptions import DeadlockError
 from aiocolocated._execution import computing
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._plans import RunPlan
@@ -32,14 +33,15 @@ async def effects_barrier() -> None:
     Raises:
         Exception: a callback's error, of a program that was called directly, which nobody has got so far.
             Several come in an :class:`ExceptionGroup`. Errors of calls go to those who await them.
-        DeadlockError: in a body, or a coroutine callback, that one of the calls waits for.
+        DeadlockError: in a body, or a coroutine callback, that one of the calls waits for; in a callback
+            of a program that JAX does not run inline.
 
     Ordering: takes no channel. What is submitted meanwhile is not waited for.
 
     Cancellation: stops the wait.
 
     Thread safety: any loop's thread; ``from_thread.run(effects_barrier)`` elsewhere. In a body its own
-    call is not waited for.
+    call is not waited for, and in a callback nothing that waits for it.
 
     Example:
         >>> step(x)                        # jitted; an io_callback writes a line to a log
@@ -50,15 +52,20 @@ async def effects_barrier() -> None:
     .. versionadded:: 0.3
     """
     own = own_body()
+    here = _callback_runs.callbacks_here.get()
+    if any(place.in_flight for place in here):
+        raise DeadlockError(
+            "effects_barrier in a callback of a program that JAX runs asynchronously would wait for that "
+            "program. Await it outside of callbacks."
+        )
     with LOCK:
         calls = [call for call in calls_in_flight() if call is not own]
         running = [call for call in calls if call._channel._order.running is call]
-        runs = _callback_runs.coroutines_running()
+        runs = [run for run in _callback_runs.coroutines_running() if run.place not in here]
     await wait_until_over(cast("list[ArrayFuture[Any]]", calls))
     errors = await new_channel("effects_barrier").run(_programs.block_until_over)
-    me = asyncio.current_task()
     while any(call._channel._order.running is call for call in running) or any(  # noqa: ASYNC110
-        run.is_running() for run in runs if run.task is not me
+        run.is_running() for run in runs
     ):  # nobody is told when an abandoned body, or a coroutine, is over
         await asyncio.sleep(_PAUSE)
     if _callback_errors.has_lost():

@@ -56,7 +56,8 @@ def start_thread(run: Action, name: str, refused: Action = lambda: None) -> None
     """
     global starting
     _settings.started = True
-    thread = threading.Thread(target=run, name=name)
+    # Not as the current thread, which may be a daemon: those of XLA are.
+    thread = threading.Thread(target=run, name=name, daemon=False)
     with LOCK:
         starting += 1
     try:

@@ -974,6 +974,7 @@ async def test_ordered_effects_of_the_loops_thread_go_on(devices):
     late.release()
     assert float(await wait_until_ready(y)) == 1
     check_ordered_effects()
+    assert _programs._failed == []
 
 
 @pytest.mark.parametrize("devices", DEVICES[1:])
@@ -1086,6 +1087,7 @@ async def test_barrier_leaves_an_error_to_a_call_that_is_to_get_it():
 
     earlier = TaskChannel().run(go.wait)
     barrier = asyncio.create_task(effects_barrier())
+    await asyncio.sleep(0)  # it has begun
     RAISED.append(error := Plain("text"))
     later = TaskChannel().run(new_program(failing), spread())
     try:

@@ -325,21 +325,27 @@ async def test_waits_that_end_are_not_refused(x):
 
 @pytest.mark.asyncio
 async def test_task_that_outlives_its_callback_may_wait_for_its_call(x):
-    """When the callback is over, nothing waits for the task."""
-    told = Gate()
+    """When the callback is over, the program does not wait for what the callback has left behind."""
+    told, waits = Gate(), Gate()
 
     async def later() -> Any:
         await told.wait_async()
+        asyncio.get_running_loop().call_soon(waits.open)
         return await SHARED["own"]
 
-    async def callback(x: jax.Array) -> Any:
+    async def leave(x: jax.Array) -> Any:
         SHARED["task"] = asyncio.create_task(later())
         return np.asarray(x)
 
-    fut = SHARED["own"] = TaskChannel().run(jitted(callback), x)
-    async with asyncio.timeout(TIMEOUT):
-        assert float(await fut) == 3
+    async def hold(x: jax.Array) -> Any:
         told.open()
+        await waits.wait_async()
+        return np.asarray(x)
+
+    program = jax.jit(lambda x: io_callback(hold, F32, io_callback(leave, F32, x)))
+    async with asyncio.timeout(TIMEOUT):
+        fut = SHARED["own"] = TaskChannel().run(program, x)
+        assert float(await fut) == 3
         task = SHARED["task"]
         result = await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(asyncio.wait_for(task, 10), task.get_loop())

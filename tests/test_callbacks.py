@@ -386,6 +386,35 @@ def test_configuration_of_an_inline_program(way, kind):
         assert default == SEEN
 
 
+@jax.jit
+def slow(x: jax.Array) -> jax.Array:
+    """``x``, asynchronously and some milliseconds later."""
+    y = jnp.full((256, 256), x / 256)
+    return jax.lax.fori_loop(0, 20, lambda _, z: z @ jnp.full((256, 256), 1 / 256), y)[0, 0] * 256
+
+
+@pytest.mark.parametrize("way", ["script", "channel", "body", "coroutine body"])
+def test_inline_though_other_work_is_in_flight(way):
+    """Off a user's loop: work that the thread has dispatched before, or that the input needs."""
+    variables: list[str] = []
+
+    async def note(x: jax.Array) -> Any:
+        variables.append(VARIABLE.get())
+        return np.asarray(x)
+
+    program = jax.jit(lambda x: io_callback(note, F32, x))
+
+    def after_others(x: jax.Array) -> jax.Array:
+        return slow(x) * 0 + program(x) + program(slow(x))
+
+    WAYS[way](after_others, jnp.float32(3))  # compiled
+    variables.clear()
+    context = contextvars.copy_context()
+    context.run(VARIABLE.set, "of the caller")
+    assert float(context.run(WAYS[way], after_others, jnp.float32(3))) == pytest.approx(6)
+    assert variables == ["of the caller"] * 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.asyncio
 async def test_context_of_an_asynchronous_program(kind):

@@ -13,6 +13,7 @@ import pytest
 from late_arrays import Late
 
 from aiocolocated import (
+    DeadlockError,
     TaskChannel,
     _callback_runs,
     _programs,
@@ -21,6 +22,7 @@ from aiocolocated import (
     effects_barrier,
     from_thread,
     io_callback,
+    wait_until_ready,
 )
 from aiocolocated.testing import Gate, Recorder
 
@@ -239,3 +241,119 @@ def test_exit_waits_for_callbacks_of_programs(run_script):
     """).check()
     assert sorted(finished.stdout.split()) == ["end", "written"]
     assert finished.stderr == ""
+
+
+@pytest.mark.no_blocking(False)
+@pytest.mark.asyncio
+async def test_callback_does_not_wait_for_those_that_wait_for_it(x):
+    """In a task of its own, in a callback of a callback, and in a body that it calls."""
+
+    @colocated_python
+    def body(x: jax.Array) -> jax.Array:
+        from_thread.run(effects_barrier)
+        return x
+
+    async def in_a_task(x: jax.Array) -> jax.Array:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(effects_barrier())
+        return x
+
+    async def in_a_callback(x: jax.Array) -> jax.Array:
+        return jax.jit(lambda x: io_callback(in_a_task, SCALAR, x))(x)
+
+    async def in_a_body(x: jax.Array) -> jax.Array:
+        return await body(x)
+
+    for callback in (in_a_task, in_a_callback, in_a_body):
+        program = jax.jit(lambda x, callback=callback: io_callback(callback, SCALAR, x))
+        async with asyncio.timeout(20):
+            assert float(await asyncio.to_thread(program, x)) == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.asyncio
+async def test_is_refused_in_an_asynchronous_program(late, kind):
+    """It would wait for that program, which nobody can tell from the others."""
+
+    def plain(x: jax.Array) -> jax.Array:
+        from_thread.run(effects_barrier)
+        return x
+
+    async def coroutine(x: jax.Array) -> jax.Array:
+        await effects_barrier()
+        return x
+
+    program = jax.jit(lambda x: io_callback(plain if kind == "plain" else coroutine, SCALAR, x))
+    y = program(late.array(jnp.float32(2)))
+    late.release()
+    with pytest.raises(DeadlockError, match="effects_barrier in a callback of a program that JAX"):
+        async with asyncio.timeout(20):
+            await wait_until_ready(y)
+
+
+@pytest.mark.asyncio
+async def test_task_of_a_callback_may_wait_when_that_is_over(late):
+    go, over = Gate(), Gate()
+
+    async def later() -> None:
+        await go.wait_async()
+        await effects_barrier()
+        over.open()
+
+    tasks = []
+
+    async def callback(x: jax.Array) -> jax.Array:
+        tasks.append(asyncio.create_task(later()))
+        return x
+
+    y = jax.jit(lambda x: io_callback(callback, SCALAR, x))(late.array(jnp.float32(2)))
+    late.release()
+    await wait_until_ready(y)
+    await effects_barrier()
+    go.open()
+    await over.wait_async()
+
+
+@pytest.mark.asyncio
+async def test_in_a_body_with_a_loop_of_its_own(x):
+    @colocated_python
+    def body(x: jax.Array) -> jax.Array:
+        asyncio.run(effects_barrier())
+        return x
+
+    async with asyncio.timeout(20):
+        assert await body(x) is x
+
+
+@pytest.mark.asyncio
+async def test_several_barriers_at_once(late):
+    """All wait; each error is raised by one of them, and several come in a group."""
+    programs, errors = [], [LookupError("one"), ArithmeticError("two")]
+    for error in errors:
+
+        async def fail(x: jax.Array, error: Exception = error) -> None:
+            raise error
+
+        programs.append(jax.jit(lambda x, fail=fail: io_callback(fail, None, x)))
+    y = late.array(jnp.float32(2))
+    threads = [threading.Thread(target=asyncio.run, args=(_call(p, y),)) for p in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    barriers = [asyncio.create_task(effects_barrier()) for _ in range(3)]
+    assert await stays(barriers[0])
+    late.release()
+    raised: list[BaseException] = []
+    for result in await asyncio.gather(*barriers, return_exceptions=True):
+        if isinstance(result, BaseExceptionGroup):
+            raised += result.exceptions
+        elif result is not None:
+            raised.append(result)
+    assert sorted(map(str, raised)) == ["one", "two"]
+    await effects_barrier()
+    assert not _callback_runs._tickets
+
+
+async def _call(program, x) -> None:
+    program(x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import importlib.metadata
 import inspect
 import json
@@ -19,6 +20,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import cloudpickle
@@ -767,6 +769,31 @@ def test_leak_check_knows_old_arrays_by_their_buffers() -> None:
     with pytest.raises(LeakError, match=r"float32\[3\]"), LeakCheck(timeout=0.1):
         copied = array.copy()
     del copied
+
+
+def test_leak_check_holds_no_frame_of_another_thread() -> None:
+    """What that thread's functions had in their variables is gone when they have returned."""
+    refs: list[weakref.ref[Gate]] = []
+    begun, end = Gate(), Gate()
+
+    def run() -> None:
+        thing = Gate()
+        refs.append(weakref.ref(thing))
+        begun.open()
+        end.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    gc.disable()
+    try:
+        with LeakCheck():
+            pass
+        end.open()
+        thread.join()
+        assert refs[0]() is None
+    finally:
+        gc.enable()
 
 
 # --- recorder, gate, rendezvous ---------------------------------------------------------------------------

@@ -340,6 +340,22 @@ async def test_threads_are_named_and_no_daemons():
         gate.open()
 
 
+def test_threads_started_by_a_daemon_are_none():
+    """As a callback on a thread of XLA's does it."""
+    ended = threading.Event()
+    inherited: list[bool] = []
+
+    def start() -> None:
+        _service.start_thread(
+            lambda: (inherited.append(threading.current_thread().daemon), ended.set()),
+            "aiocolocated-test",
+        )
+
+    threading.Thread(target=start, daemon=True).start()
+    assert ended.wait(20)
+    assert inherited == [False]
+
+
 @pytest.mark.asyncio
 async def test_default_executor_untouched():
     """Nothing of the library uses the loop's executor, which belongs to asyncio.to_thread."""
