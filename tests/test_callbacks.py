@@ -502,7 +502,8 @@ async def use_anyio(x: jax.Array) -> Any:
     results: list[Any] = []
 
     async def put(function: Any) -> None:
-        results.append(await anyio.to_thread.run_sync(function, x))
+        value = np.array(x)  # a copy: threads of anyio 4.4 keep their last arguments
+        results.append(await anyio.to_thread.run_sync(function, value))
 
     with anyio.move_on_after(0.005):
         await anyio.sleep(60)
