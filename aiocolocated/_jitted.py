@@ -29,17 +29,25 @@ class JittedFunction(Generic[P, R]):
     .. versionadded:: 0.3
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_jitted", "_plan")
+    __slots__ = ("__dict__", "__weakref__", "_first", "_jitted", "_plan")
 
     def __init__(self, jitted: Callable[P, R]) -> None:
         self._jitted: Any = jitted
         self._plan = RunPlan(jitted)
+        self._first: tuple[Any, ...] = ()  # the object whose method it is
         functools.update_wrapper(cast("Any", self), jitted)
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> JittedFunction[..., R]:
+        if instance is None:
+            return self
+        bound = JittedFunction[..., R](self._jitted)
+        bound._first = (instance,)
+        return bound
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
         """Trace, compile and dispatch in the current channel, off the loop."""
         if _compat.tracing():  # inside another jitted function: a part of that
-            return cast("ArrayFuture[R]", self._jitted(*args, **kwargs))
+            return cast("ArrayFuture[R]", self._jitted(*self._first, *args, **kwargs))
         frame = sys._getframe(1)
         channel = current_channel(_get_running_loop())
         return submit(self._prepare_call(channel, args, kwargs, frame.f_code, frame.f_lasti))
@@ -47,7 +55,14 @@ class JittedFunction(Generic[P, R]):
     @property
     def _prepare_call(self) -> Callable[..., ArrayFuture[R]]:
         """For channels and task groups."""
-        return self._plan.prepare
+        first, prepare = self._first, self._plan.prepare
+        if not first:
+            return prepare
+
+        def prepare_bound(channel: Any, args: Any, *rest: Any) -> ArrayFuture[R]:
+            return prepare(channel, (*first, *args), *rest)
+
+        return prepare_bound
 
     async def warm_up(self, *specs: Any, **kwspecs: Any) -> None:
         """Trace and compile for some arguments, ahead of the first call, off the loop.
@@ -71,7 +86,8 @@ class JittedFunction(Generic[P, R]):
         plan = RunPlan(functools.partial(_compile, self._jitted))
         plan.name = f"warm_up of {self._plan.name}"
         channel = new_channel(plan.name)
-        await submit(plan.prepare(channel, specs, kwspecs, frame.f_code, frame.f_lasti))
+        args = (*self._first, *specs)
+        await submit(plan.prepare(channel, args, kwspecs, frame.f_code, frame.f_lasti))
 
     def __repr__(self) -> str:
         return f"<awaitable {self._plan.name}>"

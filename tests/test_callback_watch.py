@@ -32,13 +32,6 @@ pytestmark = pytest.mark.timeout(60)
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 
 
-@pytest.fixture
-def slow_callback() -> Any:
-    configure(slow_callback=0.05)
-    yield
-    configure(slow_callback=5.0)
-
-
 def program(callback: Any) -> Any:
     return jax.jit(lambda x: io_callback(callback, SCALAR, x))
 
@@ -112,7 +105,7 @@ async def test_object_of_another_loop_is_explained():
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
-def test_slow_callback_is_reported_once(slow_callback, kind):
+def test_slow_callback_is_reported_once(kind):
     reported = Gate()
     texts: list[str] = []
 
@@ -122,10 +115,12 @@ def test_slow_callback_is_reported_once(slow_callback, kind):
             reported.open()
 
     def plain(x: jax.Array) -> Any:
+        configure(slow_callback=0.05)  # not before it has begun, which may take as long
         reported.wait()
         return x
 
     async def coroutine(x: jax.Array) -> Any:
+        configure(slow_callback=0.05)
         await reported.wait_async()
         return x
 

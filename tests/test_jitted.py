@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from aiocolocated import (
@@ -18,6 +22,7 @@ from aiocolocated import (
     awaitable_jit,
     colocated_python,
     gather,
+    io_callback,
     open_task_channel,
 )
 from aiocolocated.testing import Gate, Recorder
@@ -202,3 +207,67 @@ async def test_warm_ups_and_calls_of_partials(x):
     function = awaitable_jit(functools.partial(lambda by, x: by * x, 3.0))
     await gather(*(function.warm_up(jax.ShapeDtypeStruct((n,), "float32")) for n in (2, 3)))
     assert (await function(x)).tolist() == [0, 3, 6]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    scale: jax.Array
+
+    @awaitable_jit
+    def apply(self, x: jax.Array) -> jax.Array:
+        return self.scale * x
+
+    def plain(self, x: jax.Array) -> jax.Array:
+        return self.scale * x
+
+
+async def test_methods(x):
+    """As jax.jit: of a pytree, called on the object and on the class, and of a bound method."""
+    model = Model(jnp.float32(2))
+    await model.apply.warm_up(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    channel = TaskChannel()
+    async with TaskGroup() as group:
+        futures = [model.apply(x), Model.apply(model, x), awaitable_jit(model.plain)(x)]
+        futures += [channel.run(model.apply, x), group.start_soon(model.apply, x)]
+    for fut in futures:
+        assert (await fut).tolist() == [0, 2, 4]
+    assert jax.jit(lambda model, x: model.apply(x))(model, x).tolist() == [0, 2, 4]
+
+
+async def test_loop_goes_on_while_it_compiles(x):
+    """Tracing and compiling take their time in another thread."""
+
+    def many(x: jax.Array) -> jax.Array:
+        for _ in range(100):
+            x = jnp.sin(x) + 1
+        return x
+
+    fut = awaitable_jit(many)(x)
+    turns = 0
+    while not fut.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 20
+
+
+async def test_call_that_runs_is_cancelled(x):
+    """Its waiter is told at once; the program runs on to its end, and the channel then goes on."""
+    started, gate = Gate(), Gate()
+
+    def wait(x: jax.Array) -> Any:
+        started.open()
+        gate.wait()
+        return np.asarray(x)
+
+    function = awaitable_jit(
+        lambda x: io_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * 3
+    )
+    first, second = function(x), double(x)
+    await started.wait_async()
+    assert first.cancel()
+    with pytest.raises(CallCancelledError):
+        await first
+    assert not second.done()
+    gate.open()
+    assert (await second).tolist() == [0, 2, 4]
