@@ -4,11 +4,13 @@
 A callback of a coroutine is two callbacks: a start, which submits the coroutine and returns a ticket,
 and a finish, which takes the ticket and waits. XLA orders them by data alone, and would as soon wait for
 the first as start the second. So while JAX lowers a program, every start is moved before the finishes
-that it does not need, and its ticket becomes one more operand of each: data that XLA has to respect.
+that it does not need, and each finish gets the tickets of all starts before it as one more operand: data
+that XLA has to respect.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from aiocolocated import _compat
+
+_PYTHON_CALLBACK = re.compile(r"xla_ffi_(partitioned_)?python_\w+_callback")
 
 
 def lowered(target: Any, results: Any, callbacks: list[Any]) -> None:
@@ -36,9 +40,8 @@ def lowered(target: Any, results: Any, callbacks: list[Any]) -> None:
         part = getattr(callback, "part", None)
         if callback is callbacks[-1]:
             this = op.operation
-        elif (
-            part == "start" and _rank(op.operation.results[0]) == 1
-        ):  # vmap may have given it a shape
+        # vmap may have given tickets a shape.
+        elif part == "start" and _rank(op.operation.results[0]) == 1:
             starts.append(op.operation)
         elif part == "finish" and _rank(op.operation.operands[0]) == 1:
             finishes.append(op.operation)
@@ -53,14 +56,14 @@ def lowered(target: Any, results: Any, callbacks: list[Any]) -> None:
 
 def _callback(operation: Any, callbacks: list[Any]) -> Any:
     """The host callback that an operation calls."""
-    if (
-        operation.name != "stablehlo.custom_call"
-        or "mhlo.backend_config" not in operation.attributes
+    if operation.name != "stablehlo.custom_call":
+        return None
+    # Other calls may have an index as well.
+    if not _PYTHON_CALLBACK.fullmatch(
+        ir.StringAttr(operation.attributes["call_target_name"]).value
     ):
         return None
     config = operation.attributes["mhlo.backend_config"]
-    if not isinstance(config, ir.DictAttr) or "index" not in config:
-        return None
     return callbacks[ir.IntegerAttr(config["index"]).value]
 
 

@@ -107,6 +107,20 @@ def test_on_each_device_of_a_shard_map():
     assert meeting.come == 4
 
 
+def test_other_calls_with_an_index_are_left_alone():
+    """An FFI call of the user's, whose attribute has the name of that which numbers callbacks."""
+
+    async def double(x: jax.Array) -> Any:
+        return np.asarray(x) * 2
+
+    def program(x: Any) -> Any:
+        y = jax.ffi.ffi_call("somebody_elses", SCALAR)(x, index=np.uint64(7))
+        return io_callback(double, SCALAR, x) + io_callback(double, SCALAR, y)
+
+    text = jax.jit(program).lower(1.0).as_text()
+    assert text.count("xla_ffi_python_cpu_callback") == 4
+
+
 def test_what_needs_a_result_waits_for_it():
     order: list[float] = []
 
