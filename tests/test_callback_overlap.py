@@ -159,7 +159,7 @@ def test_ordered_ones_never_overlap():
 
 def test_repeated_finish_of_a_pure_callback_runs_it_again():
     """XLA may do so: the ticket is good once."""
-    from aiocolocated import _callbacks
+    from aiocolocated import _callback_results, _callbacks
 
     calls = []
 
@@ -167,7 +167,7 @@ def test_repeated_finish_of_a_pure_callback_runs_it_again():
         calls.append(float(x))
         return np.asarray(x) * 2
 
-    specs = _callbacks._Specs(SCALAR, False)
+    specs = _callback_results.ResultSpecs(SCALAR, False)
     target, _, _ = _callbacks._prepared("pure_callback", double, specs, (jnp.float32(3),), {})
     ticket = target.in_part("start")(jnp.float32(3))
     finish = target.in_part("finish")

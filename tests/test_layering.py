@@ -70,6 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_objects",
         "_proxies",
         "_classes",
+        "_callback_results",
         "_callbacks",
         "_jitted",
         "_effects",
