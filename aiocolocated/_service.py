@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import ctypes
 import heapq
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 
@@ -41,6 +44,9 @@ _watched = 0  # things whose finalizers must be served
 starting = 0  # threads that are being started
 _here = threading.Lock()
 
+_SUBNORMAL = 5e-324
+_DEFAULT_ENVIRONMENT = ctypes.c_void_p(-1)  # FE_DFL_ENV, in glibc and in musl
+
 
 def start_thread(run: Action, name: str, refused: Action = lambda: None) -> None:
     """Start a thread without waiting for it to run.
@@ -57,13 +63,23 @@ def start_thread(run: Action, name: str, refused: Action = lambda: None) -> None
     global starting
     _settings.started = True
     # Not as the current thread, which may be a daemon: those of XLA are.
-    thread = threading.Thread(target=run, name=name, daemon=False)
+    thread = threading.Thread(target=partial(_run_precisely, run), name=name, daemon=False)
     with LOCK:
         starting += 1
     try:
         _thread.start_new_thread(_start, (thread, refused))
     except RuntimeError as error:
         _start_over(thread, refused, error)
+
+
+def _run_precisely(run: Action) -> None:
+    """Run with the C library's default floating-point environment, as every thread should.
+
+    Threads inherit it, and those on which XLA runs callbacks take subnormal numbers for zero.
+    """
+    if _SUBNORMAL * 1.0 == 0.0 and sys.platform == "linux":
+        ctypes.CDLL(None).fesetenv(_DEFAULT_ENVIRONMENT)  # of libm, which NumPy has loaded
+    run()
 
 
 def _start(thread: threading.Thread, refused: Action) -> None:

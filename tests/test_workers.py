@@ -356,6 +356,26 @@ def test_threads_started_by_a_daemon_are_none():
     assert inherited == [False]
 
 
+def test_threads_started_by_a_callback_know_subnormal_numbers():
+    """XLA has its threads flush them to zero, and threads inherit that."""
+    ended = threading.Event()
+    seen: dict[str, float] = {}
+    tiny = 5e-324
+
+    def compute() -> None:
+        seen["thread"] = tiny * 1.0
+        ended.set()
+
+    def start(x: jax.Array) -> jax.Array:
+        seen["callback"] = tiny * 1.0
+        _service.start_thread(compute, "aiocolocated-test")
+        return x
+
+    jax.jit(lambda x: jax.pure_callback(start, x, x))(X).block_until_ready()
+    assert ended.wait(20)
+    assert seen == {"callback": 0.0, "thread": tiny}
+
+
 @pytest.mark.asyncio
 async def test_default_executor_untouched():
     """Nothing of the library uses the loop's executor, which belongs to asyncio.to_thread."""
