@@ -12,15 +12,15 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from aiocolocated import _compat, _settings
-from aiocolocated._coroutines import CoroutineBody, OneTask
+from aiocolocated._coroutines import OneTask
 from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._loops import Wakes
 from aiocolocated._ordering import Gate
 from aiocolocated._owners import FailureReport, Owner
-from aiocolocated._protocols import Args, CallChannel, CallCounter, Kwargs, Plan
+from aiocolocated._protocols import Args, Body, CallChannel, CallCounter, Kwargs, Plan
 from aiocolocated._readiness import Poll
 from aiocolocated._settings import LOCK
-from aiocolocated._threads import OwnThread, ThreadBody
+from aiocolocated._threads import OwnThread
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
 from aiocolocated._waiters import Waiter
 from aiocolocated._workers import local
@@ -85,8 +85,12 @@ class Call:
     _size: int = 0  # bytes, of a transfer
     _look: Callable[[Any], Sequence[Any]] | None = None  # comes before the body, see `_look_ahead`
     _inputs: Poll | None = None  # watches the arrays that the call waits for, once it has looked
+    _group: Any = None  # the hosts that it goes to, if they are other processes
+    _sent: bool = False  # to them
+    _waits_here: bool = False  # for what it depends on, because its arguments are checked
+    _early: list[Call] | None = None  # dependents that go to the same hosts, which do not wait here
     _light: bool = False  # needs a worker for a moment only: its body runs elsewhere
-    _body: CoroutineBody | ThreadBody | None = None  # that body, while it runs
+    _body: Body | None = None  # that body, while it runs
     _thread: OwnThread | None = None  # where it runs, of an object that is bound to one
     _one_task: OneTask | None = None  # where it runs, if not in a task of its own
     _over_waiters: list[Waiter] | None = None
@@ -194,7 +198,10 @@ class Call:
             dependency._dependents.append(self)
             dependency._waiter_count += 1
             if dependency._state < DISPATCHED:
-                self._blocked += 1
+                if dependency._sent and self._follows(dependency):
+                    dependency._not_waited_for_by(self)
+                else:
+                    self._blocked += 1
         self._dependencies = waiting or None
 
     def _release_dependencies(self, wakes: Wakes) -> None:
@@ -205,11 +212,33 @@ class Call:
                 dependency._dependents.remove(self)
                 dependency._waiter_gone(wakes, self._state == CANCELLED)
 
-    def _unblock_dependents(self) -> None:
+    def _follows(self, dependency: Call) -> bool:
+        """Whether this call may be sent before a call that it depends on is over: to the same hosts."""
+        return self._group is not None and self._group is dependency._group and not self._waits_here
+
+    def _not_waited_for_by(self, dependent: Call) -> None:
+        if self._early is None:
+            self._early = []
+        self._early.append(dependent)
+
+    def _unblock_followers(self) -> None:
+        """This call is on its way; those that it is for may follow."""
         for dependent in self._dependents or ():
-            dependent._blocked -= 1
-            if not dependent._blocked and dependent._state == QUEUED:
-                dependent._channel._resume()
+            if dependent._follows(self):
+                self._not_waited_for_by(dependent)
+                self._unblock(dependent)
+
+    def _unblock_dependents(self) -> None:
+        early, self._early = self._early or (), None
+        for dependent in self._dependents or ():
+            if dependent not in early:
+                self._unblock(dependent)
+
+    @staticmethod
+    def _unblock(dependent: Call) -> None:
+        dependent._blocked -= 1
+        if not dependent._blocked and dependent._state == QUEUED:
+            dependent._channel._resume()
 
     def _settle(self, wakes: Wakes, state: int, value: Any) -> None:
         """The one way to ``READY``, ``FAILED`` and ``CANCELLED``."""

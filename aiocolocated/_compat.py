@@ -512,6 +512,23 @@ _MESHES = object()
 _NAMES = object()
 
 
+def snapshot_by_name(snapshot: Snapshot) -> list[tuple[str, Any]]:
+    """A snapshot for another process: states by name. Users' own contexts stay here."""
+    names = {id(_MESHES): "meshes", id(_NAMES): "names"}
+    user = {id(s) for s in _user_contexts}
+    return [(names.get(id(s)) or s.name, value) for s, value in snapshot if id(s) not in user]
+
+
+def snapshot_from_names(named: list[tuple[str, Any]]) -> Snapshot:
+    """Undo :func:`snapshot_by_name`."""
+    global _states
+    if not _states:
+        _states = _find_states()
+    states: dict[str, Any] = {s.name: s for s in _states}
+    states |= {"meshes": _MESHES, "names": _NAMES}
+    return tuple((states[name], value) for name, value in named)
+
+
 class applied_config:
     """Context manager: puts a snapshot in force on this thread and takes it back, also on error."""
 

@@ -18,6 +18,10 @@
       SpecError               shapes, dtypes, shardings or trees differ (also ValueError)
       NotShippableError       the body's code cannot be shipped    (also TypeError)
       ArrayDeletedError       a deleted or donated array           (also RuntimeError)
+      HostError               something is wrong with a host       (also RuntimeError)
+        HostStartError        it did not start
+        HostLostError         it ended, or does not answer
+        StaleHandleError      an array was lost with its host
       ForkedProcessError      used in a forked child               (also RuntimeError)
       ShutdownError           used while the interpreter exits     (also RuntimeError)
 
@@ -119,6 +123,25 @@ class NotShippableError(AiocolocatedError, TypeError):
 
 class ArrayDeletedError(AiocolocatedError, RuntimeError):
     """An array was deleted or donated before or while it was awaited."""
+
+
+class HostError(AiocolocatedError, RuntimeError):
+    """Something is wrong with a host that is another process."""
+
+
+class HostStartError(HostError):
+    """A host did not start, or its Python, JAX or aiocolocated differs from the controller's."""
+
+
+class HostLostError(HostError):
+    """The host of a call, object or array has ended or does not answer; the message says which.
+
+    What runs on other hosts goes on. ``await hosts.restart(name)`` starts the host again.
+    """
+
+
+class StaleHandleError(HostError):
+    """An array was lost with its host, which was restarted since then, or with all hosts."""
 
 
 class ForkedProcessError(AiocolocatedError, RuntimeError):

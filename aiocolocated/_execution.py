@@ -19,11 +19,12 @@ from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._hostloop import host_loop
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
-from aiocolocated._protocols import Args, Kwargs, Plan
+from aiocolocated._protocols import Args, Body, Kwargs, Plan
 from aiocolocated._raising import as_raisable, from_body, get_traceback, set_traceback
 from aiocolocated._settings import LOCK
 from aiocolocated._threads import ThreadBody
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, QUEUED, READY, RUNNING
+from aiocolocated._values import Late
 from aiocolocated._workers import local, pool
 
 ArrayImpl = _compat.ArrayImpl
@@ -35,7 +36,7 @@ class RunnableCall(Call):
     __slots__ = ()
 
     def _is_quick(self) -> bool:
-        body = self._body
+        body: Any = self._body
         if body is not None:  # it has ended
             return body.error is None and type(body.value) in _QUICK_RESULTS
         return self._light and not self._convert and self._config is None and self._plan.is_loaded()
@@ -57,6 +58,10 @@ class RunnableCall(Call):
             else:
                 self._started = monotonic()
                 if self._look is not None and self._look_ahead():
+                    local.call = None
+                    return True
+                if self._group is not None:
+                    self._forward(wakes)
                     local.call = None
                     return True
                 if self._light:
@@ -224,10 +229,85 @@ class RunnableCall(Call):
         finally:
             del self, args, kwargs, context
 
+    # -- on other hosts ---------------------------------------------------------------------------------
+
+    def _forward(self, wakes: Wakes) -> None:
+        """Send the call to the hosts of its devices."""
+        plan, args, kwargs = self._plan, self._args, self._kwargs
+        context = self._context
+        config, self._config = self._config, None
+        self._args = self._kwargs = self._context = None  # type: ignore[assignment]
+        try:
+            assert context is not None
+            options = context.get(_contexts.scope) or ()
+            if self._convert:
+                args, kwargs = self._bind(args, kwargs)
+            self._group.send(self, plan, args, kwargs, config, options, wakes)
+        finally:
+            del self, args, kwargs, context
+
+    def _is_sent(self, body: Body, wakes: Wakes) -> bool:
+        """The call is about to go; false if it was cancelled meanwhile (under the lock)."""
+        order = self._channel._order
+        if self._state != RUNNING:
+            order.body_ended()
+            self._computed(wakes)
+            return False
+        order.sent_ahead(self._group)
+        computing.add(self)
+        self._sent = True
+        self._body = body
+        if self._dependents is not None:
+            self._unblock_followers()
+        return True
+
+    def _dispatched_there(self, value: Any, wakes: Wakes) -> None:
+        """Its body has returned, its arrays are still computing (under the lock)."""
+        order = self._channel._order
+        order.in_flight += 1
+        if self._state == RUNNING:
+            self._state = DISPATCHED
+            self._value = value
+            if self._dispatch_waiters is not None:
+                self._wake_dispatched(wakes)
+            if self._dependents is not None:
+                self._unblock_dependents()
+        self._left_hosts(order.over_there(), wakes)
+
+    def _over_there(
+        self, value: Any, error: BaseException | None, dispatched: bool, wakes: Wakes
+    ) -> None:
+        """Nothing of it runs on its hosts any more (under the lock)."""
+        order = self._channel._order
+        computing.discard(self)
+        self._sent = False
+        self._body = None
+        if self._state >= READY:
+            if error is not None and not isinstance(error, CallCancelledError):
+                self._report_late(error)
+        elif error is not None:
+            traceback = get_traceback(error)
+            for dependency in self._dependencies or ():
+                if dependency._state == FAILED:  # then it is that error that has come back
+                    dependency._pass_error_on(self)
+                    error, traceback = dependency._value, dependency._traceback
+            self._fail(wakes, error, traceback)
+        else:
+            self._settle(wakes, READY, value)
+        self._left_hosts(order.computed() if dispatched else order.over_there(), wakes)
+        self._computed(wakes)
+
+    def _left_hosts(self, claimed: bool, wakes: Wakes) -> None:
+        channel = self._channel
+        if claimed:
+            pool.schedule(channel)
+        if channel._order.room:
+            channel._admit(wakes)
+
     def _take_outcome(self) -> tuple[Any, Sequence[Any]]:
         """What a coroutine that has ended gave."""
-        body, self._body = self._body, None
-        assert body is not None
+        body: Any = self._body
+        self._body = None
         error = body.error
         try:
             if self._state == CANCELLED and (
@@ -265,7 +345,10 @@ class RunnableCall(Call):
                     if dependency._state == CANCELLED:
                         self._cancel(wakes, f": it depends on {dependency._describe()}")
                         raise CallCancelledError(*dependency._value.args)
-                    values[id(dependency)] = dependency._value
+                    value = dependency._value
+                    if dependency._state < DISPATCHED:  # it goes to the same hosts, before this one
+                        value = Late(dependency._body)
+                    values[id(dependency)] = value
         finally:
             wakes.pay()
         return self._plan.bind(args, kwargs, values)

@@ -19,10 +19,12 @@ from aiocolocated._exceptions import ArgumentError, SpecError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._owners import Owner, current_owner
 from aiocolocated._protocols import Args, Kwargs
+from aiocolocated._remote_plans import RemoteSpecialization, following
 from aiocolocated._specializations import FunctionCode, Specialization, no_devices
 from aiocolocated._submission import cancel_owned, settle_owned, submit
 from aiocolocated._types import READY
 from aiocolocated.hosts.inprocess import inprocess_host
+from aiocolocated.hosts.remote import group_of
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -63,7 +65,6 @@ class ColocatedFunction(Generic[P, R]):
         "_keep",
         "_last",
         "_out_specs_fn",
-        "_special",
     )
 
     def __init__(
@@ -80,7 +81,6 @@ class ColocatedFunction(Generic[P, R]):
         self._out_specs_fn = out_specs_fn
         self._devices = devices
         self._last: Specialization | None = None
-        self._special = base.special
         functools.update_wrapper(self, base.function)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> ArrayFuture[R]:
@@ -143,15 +143,17 @@ class ColocatedFunction(Generic[P, R]):
                     code,
                     lasti,
                 )
-                if self._special:
-                    base.mark(call)
+                if plan.special:  # type: ignore[union-attr]
+                    plan.mark(call)  # type: ignore[union-attr]
                 return call  # type: ignore[no-any-return]
         plan, futures, convert = self._specialization(args, kwargs)
         if plan.per_call:
             plan, convert = plan.of_one_call(), True
+            if plan.devices is None and futures:
+                plan = following(plan, futures)
         call = _create(plan, args, kwargs, channel, owner or current_owner(), loop, code, lasti)
-        if self._special:
-            base.mark(call)
+        if plan.special:
+            plan.mark(call)
         if convert:
             call._futures = futures or None
             call._convert = True
@@ -239,7 +241,8 @@ class ColocatedFunction(Generic[P, R]):
         )
         if devices is None and not late and not base.anywhere:
             raise no_devices(base)
-        for device in devices or ():
+        group = group_of(devices)
+        for device in devices or () if group is None else ():
             if device.process_index != base.host.process_index:
                 raise SpecError(
                     f"{what}: {device} belongs to process {device.process_index}; the "
@@ -252,6 +255,9 @@ class ColocatedFunction(Generic[P, R]):
         flat = None
         if all_arrays and len(args) == count:
             flat = tuple((x.aval, x.sharding) for x in args)
+        if group is not None:
+            assert devices is not None
+            return RemoteSpecialization(base, in_specs, self._out_specs_fn, devices, group, flat)
         return Specialization(base, in_specs, self._out_specs_fn, devices, flat)
 
     def specialize(

@@ -154,6 +154,8 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
         waiter = LoopWaiter(bridge_for(loop), loop.create_future())
         with LOCK:
             running = self._light and self._thread is None and self._channel._order.running is self
+            if self._sent:
+                running = cast("Any", self._plan).asynchronous
             if self._state != CANCELLED or not running:
                 return
             if self._over_waiters is None:

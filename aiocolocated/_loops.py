@@ -167,11 +167,12 @@ def bridge_for(loop: asyncio.AbstractEventLoop) -> LoopBridge:
 class Wakes:
     """What a thread owes to others: filled under the lock, paid without it."""
 
-    __slots__ = ("_bridges", "_callbacks", "_cascading", "_steps")
+    __slots__ = ("_bridges", "_callbacks", "_cascading", "_flushes", "_steps")
 
     def __init__(self) -> None:
         self._bridges: list[LoopBridge] = []
         self._callbacks: deque[Callable[[], None]] = deque()
+        self._flushes: list[Callable[[], None]] = []
         self._steps: deque[Callable[[], None]] = deque()
         self._cascading = False
 
@@ -183,6 +184,11 @@ class Wakes:
     def callback(self, function: Callable[[], None]) -> None:
         """Run user code."""
         self._callbacks.append(function)
+
+    def flush(self, function: Callable[[], None]) -> None:
+        """Send what has been collected for another process: last, so that more comes together."""
+        if function not in self._flushes:
+            self._flushes.append(function)
 
     def cascade(self, step: Callable[[], None]) -> None:
         """Run a step that one settled call causes for others; a chain of thousands must not recurse."""
@@ -197,11 +203,18 @@ class Wakes:
             self._cascading = False
 
     def pay(self) -> None:
-        """Run callbacks, then wake the loops."""
+        """Send what was collected, run callbacks, then wake the loops."""
+        while self._flushes:
+            self._flushes.pop()()
         while self._callbacks:
             self._callbacks.popleft()()
         while self._bridges:
             self._bridges.pop().notify()
 
     def __bool__(self) -> bool:
-        return bool(self._bridges or self._callbacks)
+        return bool(self._bridges or self._callbacks or self._flushes)
+
+    @property
+    def only_flushes(self) -> bool:
+        """Whether nobody waits for anything but what is to be sent."""
+        return not (self._bridges or self._callbacks)

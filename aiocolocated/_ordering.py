@@ -21,9 +21,13 @@ class OrderedCall(Protocol):
     _light: bool  # its body is a coroutine
     _gate: Gate[Any] | None  # of the object whose method it is, or of all transfers
     _size: int  # what a budget counts
+    _group: Any  # the hosts that it goes to, of a call to other processes
 
 
 C = TypeVar("C", bound=OrderedCall)
+
+# Calls of a channel that are on other hosts at once: their arguments take memory there.
+MOST_AHEAD = 512
 
 
 class Ticket(Generic[C]):
@@ -168,9 +172,14 @@ class ChannelOrder(Generic[C]):
 
     ``claimed`` is true from the moment the channel is handed to a worker until the worker finds
     nothing to run: it makes sure that one worker at a time serves a channel.
+
+    Calls to other hosts are sent ahead: while some are under way there, more may follow them to the same
+    hosts, which keep their order. Whatever goes elsewhere waits until they are over.
     """
 
     __slots__ = (
+        "ahead",
+        "ahead_group",
         "claimed",
         "closed",
         "gate",
@@ -206,6 +215,8 @@ class ChannelOrder(Generic[C]):
         self.pending = 0  # queued and not settled
         self.in_flight = 0  # dispatched, arrays still computing
         self.running: C | None = None
+        self.ahead = 0  # sent to other hosts, and not over
+        self.ahead_group: Any = None  # those hosts
         self.claimed = False
         self.wide = False  # a call turned out to be a multi-device program: expect more of them
         self.closed = False
@@ -215,7 +226,12 @@ class ChannelOrder(Generic[C]):
 
     def has_room(self) -> bool:
         """Whether a call may be pushed without overtaking one that waits for room."""
-        return self.max_pending is None or (self.pending < self.max_pending and not self.room)
+        return self.max_pending is None or (self.waiting < self.max_pending and not self.room)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that have not begun: of those sent ahead only the first has."""
+        return self.pending + self.ahead - 1 if self.ahead > 1 else self.pending
 
     def push(self, call: C) -> bool:
         """Append ``call``; true when the caller must hand the channel to a worker."""
@@ -230,7 +246,7 @@ class ChannelOrder(Generic[C]):
 
     def admit(self) -> Ticket[C] | None:
         """Push the first call that waits for room, if there is room now; its ticket."""
-        if not self.room or self.max_pending is None or self.pending >= self.max_pending:
+        if not self.room or self.max_pending is None or self.waiting >= self.max_pending:
             return None
         ticket = self.room.popleft()
         self.queue.append(ticket.call)
@@ -268,6 +284,7 @@ class ChannelOrder(Generic[C]):
             )
             or self.wide
             or self.in_flight
+            or self.ahead
         ):  # not the common case
             call = self._head()
             if call is None:
@@ -313,6 +330,8 @@ class ChannelOrder(Generic[C]):
                 continue
             if call._blocked or self.in_flight >= self.max_in_flight:
                 return None
+            if self.ahead and (call._group is not self.ahead_group or self.ahead >= MOST_AHEAD):
+                return None
             return call
         return None
 
@@ -332,6 +351,19 @@ class ChannelOrder(Generic[C]):
 
     def body_ended(self) -> None:
         self.running = None
+
+    def sent_ahead(self, group: Any) -> None:
+        """The call that was to run is on its way to other hosts."""
+        self.running = None
+        self.ahead += 1
+        self.ahead_group = group
+
+    def over_there(self) -> bool:
+        """The body of a call that was sent ahead is over; true when the channel must be handed out."""
+        self.ahead -= 1
+        if not self.ahead:
+            self.ahead_group = None
+        return bool(self.queue) and self.claim()
 
     def put_back(self, call: C) -> None:
         """The call that runs takes its turn again: it found out what else it has to wait for."""
@@ -358,4 +390,10 @@ class ChannelOrder(Generic[C]):
     @property
     def idle(self) -> bool:
         """Nothing queued, running or computing."""
-        return not self.pending and self.running is None and not self.in_flight and not self.room
+        return (
+            not self.pending
+            and self.running is None
+            and not self.in_flight
+            and not self.ahead
+            and not self.room
+        )

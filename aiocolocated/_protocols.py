@@ -18,6 +18,7 @@ class CallChannel(Protocol):
     """What a call needs of its channel. All but ``name`` is called under the lock."""
 
     _order: ChannelOrder[Any]
+    _number: int
     _stream: int
     _worker: Worker | None
     _nested: bool
@@ -70,6 +71,13 @@ class CallCounter(Protocol):
 
     def call_over(self, wakes: Wakes) -> None:
         """A call is over and nothing of it runs."""
+
+
+class Body(Protocol):
+    """A body that runs elsewhere than on a worker of this process."""
+
+    def cancel(self, wakes: Wakes) -> None:
+        """Have it cancelled (under the lock)."""
 
 
 class Plan(Protocol):

@@ -220,7 +220,14 @@ class _Unpickler(pickle.Unpickler):
         return self._references[pid]
 
 
+# For devices of other processes, added by higher layers.
+device_finders: list[Callable[[str, int], Any]] = []
+
+
 def _find_device(platform: str, device_id: int) -> _compat.Device:
+    for find in device_finders:
+        if (found := find(platform, device_id)) is not None:
+            return found
     devices = {d.id: d for d in jax.devices(platform)}
     try:
         return devices[device_id]

@@ -46,6 +46,7 @@ class Specialization:
         "name",
         "out_specs_fn",
         "per_call",
+        "special",
     )
 
     ships = True
@@ -61,6 +62,7 @@ class Specialization:
     ) -> None:
         self._base = base
         self.name = base.name
+        self.special = base.special  # whether `mark` has anything to note
         self.in_specs = in_specs  # (args, kwargs) of specs; None while they are not known
         self.out_specs_fn = out_specs_fn
         self.devices = devices
@@ -79,6 +81,10 @@ class Specialization:
     @property
     def host(self) -> str:
         return self._base.host.name
+
+    def mark(self, call: Call) -> None:
+        """Note at a call what few calls have."""
+        self._base.mark(call)
 
     def is_loaded(self) -> bool:
         return self._base.body is not None

@@ -22,6 +22,15 @@ ArrayImpl = _compat.ArrayImpl
 _ALIGNMENT = 64  # bytes; what XLA's CPU backend wants
 
 
+class Late:
+    """Stands for the result of a call on the same hosts that is still under way."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, body: Any) -> None:
+        self.reference = body.future
+
+
 def is_numpy(leaf: Any) -> bool:
     """Whether a leaf is a NumPy value that becomes a JAX array.
 

@@ -35,6 +35,7 @@ class Job(Protocol):
     """A call, as a worker sees it."""
 
     _started: float
+    _group: Any
 
     def _is_quick(self) -> bool:
         """Whether `_execute` takes a moment, so that a loop's thread may do it."""
@@ -168,7 +169,7 @@ class Worker:
                     if order.room:
                         lane._admit(wakes)
                 self.call = call
-            if wakes:
+            if wakes and not (call._group is not None and wakes.only_flushes):
                 wakes.pay()
             served = True
             settled = True

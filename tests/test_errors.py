@@ -971,7 +971,7 @@ def test_error_survives_pickling(kind):
 
 def test_error_tree_is_public_and_complete():
     """Every error is exported, is an AiocolocatedError, and is documented."""
-    assert len(TREE) == 17
+    assert len(TREE) == 21
     for kind in TREE:
         assert getattr(aiocolocated, kind.__name__) is kind
         assert kind.__doc__
@@ -991,6 +991,8 @@ def test_errors_are_also_what_others_expect():
         (aiocolocated.DeadlockError, RuntimeError),
         (aiocolocated.ArrayDeletedError, RuntimeError),
         (aiocolocated.ShutdownError, RuntimeError),
+        (aiocolocated.HostLostError, aiocolocated.HostError),
+        (aiocolocated.HostError, RuntimeError),
     ):
         assert issubclass(kind, base)
     assert not issubclass(CallCancelledError, asyncio.CancelledError)

@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A host process: what it does for its controller.
+
+Calls that arrive become ordinary calls of this process's own in-process host, in channels that stand for
+the controller's: order, cancellation, coroutines and objects are those of any other program.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import os
+import pickle
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from aiocolocated import _compat, _compat_hosts, _contexts, _service
+from aiocolocated._calls import Call
+from aiocolocated._channels import TaskChannel, new_channel
+from aiocolocated._exceptions import ArgumentError, HostError
+from aiocolocated._futures import ArrayFuture
+from aiocolocated._lifetimes import HERE
+from aiocolocated._loops import Wakes
+from aiocolocated._settings import LOCK
+from aiocolocated._specializations import FunctionCode, Specialization
+from aiocolocated._submission import submit
+from aiocolocated._types import CANCELLED, DISPATCHED, FAILED
+from aiocolocated.hosts import _wire
+from aiocolocated.hosts._sockets import connect
+from aiocolocated.hosts.inprocess import inprocess_host
+from aiocolocated.hosts.launchers import versions
+
+_FUTURE, _CODE = -1, -2
+
+
+class HostCode(FunctionCode):
+    """A function from the controller, unpickled when it is first called."""
+
+    __slots__ = ("_unpickle",)
+
+    def __init__(self, kind: Any, name: str, unpickle: Callable[[], Any]) -> None:
+        super().__init__(_not_loaded, inprocess_host())
+        self.kind = kind
+        self.special = kind == "coroutine"
+        self.name = name
+        self.anywhere = True  # the controller has looked
+        self._unpickle = unpickle
+
+    def load(self) -> Callable[..., Any]:
+        body = self.body
+        if body is None:
+            body = self.function = self.body = self._unpickle()
+        assert body is not None
+        return body
+
+
+def _not_loaded() -> None:
+    raise AssertionError
+
+
+class HostPlan:
+    """What one call from the controller runs (a ``Plan``), when its arguments are still pickled."""
+
+    __slots__ = ("_buffers", "_data", "_server", "_things", "devices", "host", "name", "plan")
+    ships = False
+    dispatches = False
+
+    def __init__(
+        self, server: Server, plan: Specialization, data: bytes, things: list[Any], buffers: Any
+    ) -> None:
+        self._server = server
+        self._data: bytes | None = data
+        self._things = things
+        self._buffers = buffers
+        self.plan = plan
+        self.devices = plan.devices
+        self.host = plan.host
+        self.name = plan.name
+
+    def is_loaded(self) -> bool:
+        return False
+
+    def body(self) -> Callable[..., Any]:
+        return self.plan.body()
+
+    def futures(self, args: Any, kwargs: Any) -> Sequence[Any]:
+        return [x for x in self._things if type(x) is ArrayFuture]
+
+    def bind(self, args: Any, kwargs: Any, values: dict[int, Any]) -> tuple[Any, Any]:
+        """Unpickle the arguments (worker thread)."""
+        things = [values[id(x)] if type(x) is ArrayFuture else x for x in self._things]
+        assert self._data is not None
+        data, buffers = self._data, self._buffers
+        self._data = self._buffers = None
+        self._things = []
+        try:
+            args, kwargs = self._server.load(data, things, buffers)
+        except Exception as error:
+            raise ArgumentError(
+                f"call of {self.name}: the arguments cannot be unpickled on this host: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.plan._base.load()
+        return self.plan.bind(args, kwargs, {})
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        return self.plan.finish(value)
+
+
+class Answer:
+    """Tells the controller how far a call is, and then what came of it."""
+
+    __slots__ = ("_call", "_number", "_server", "_told")
+
+    def __init__(self, server: Server, number: int, call: Call) -> None:
+        self._server = server
+        self._number = number
+        self._call: Call | None = call
+        self._told = False
+
+    def wake(self, wakes: Wakes) -> None:
+        """The body has returned (under the lock)."""
+        call = self._call
+        if call is not None and call._state == DISPATCHED:
+            self._told = True
+            self._server.answer(_wire.DISPATCHED, self._number, call._value, wakes)
+
+    def over(self, wakes: Wakes) -> None:
+        """Nothing of the call runs any more (under the lock)."""
+        call, self._call = self._call, None
+        assert call is not None
+        if call._state == FAILED:
+            if call._report is not None:
+                call._report.retrieve()
+            self._server.answer(_wire.FAILED, self._number, call._value, wakes)
+        elif call._state == CANCELLED:
+            self._server.answer(_wire.CANCELLED, self._number, call._value, wakes)
+        elif self._told:
+            self._server.answer(_wire.DONE, self._number, _Same, wakes)
+        else:
+            self._server.answer(_wire.DONE, self._number, call._value, wakes)
+
+
+def _number_of(answer: tuple[int, int, Any]) -> int:
+    return answer[1]
+
+
+class _Same:
+    """Stands for the value that was told already."""
+
+
+class Server:
+    """Serves one controller: takes its messages, and answers them."""
+
+    def __init__(self, name: str, transmit: Callable[[bytes], None]) -> None:
+        self.name = name
+        self._transmit = transmit
+        self._codes: dict[int, HostCode] = {}
+        self._plans: dict[tuple[int, tuple[int, ...]], Specialization] = {}
+        self._devices = {device.id: device for device in jax.devices()}
+        self._channels: weakref.WeakValueDictionary[int, TaskChannel] = (
+            weakref.WeakValueDictionary()
+        )
+        self._kept: dict[int, TaskChannel] = {}  # channels with state beyond their calls
+        self._calls: dict[int, ArrayFuture[Any]] = {}
+        self._arrays: dict[tuple[int, int], Any] = {}
+        self._class_messages: dict[str, Any] = {}
+        self._peer = _Peer(self)
+        self._answers: list[tuple[int, int, Any]] = []
+        self._send_lock = threading.Lock()
+        self._specs: dict[Any, int] = {}
+        self._outgoing: list[Any] = []
+        self._handlers: dict[int, Callable[..., None]] = {
+            _wire.CALL: self._call,
+            _wire.FUNCTION: self._function,
+            _wire.CLASS: self._class_message,
+            _wire.CANCEL: self._cancel,
+            _wire.FORGET: self._forget,
+            _wire.CHANNEL: self._channel_options,
+        }
+
+    # -- messages from the controller (the thread that receives) -------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        """Do what a message says; one that cannot be read is reported and left."""
+        try:
+            messages = pickle.loads(data)
+        except Exception:
+            _service.logger.exception("%s: a message cannot be read", self.name)
+            return
+        for message in messages:
+            try:
+                self._handlers[message[0]](*message[1:])
+            except Exception:
+                _service.logger.exception("%s: a message cannot be followed", self.name)
+
+    def _function(
+        self, number: int, kind: str, name: str, data: bytes, words: Any, buffers: Any
+    ) -> None:
+        things = self._things(words)
+        self._codes[number] = HostCode(kind, name, lambda: self.load(data, things, buffers))
+
+    def _class_message(self, class_id: str, data: bytes, words: Any, buffers: Any) -> None:
+        self._class_messages[class_id] = (data, self._things(words), buffers)
+        self._peer.classes.add(class_id)
+
+    def _things(self, words: Sequence[Any]) -> list[Any]:
+        return [self._calls[word] if type(word) is int else self._arrays[word] for word in words]
+
+    def _call(
+        self,
+        number: int,
+        code: int,
+        channel: int,
+        place: tuple[int, ...],
+        data: bytes | None,
+        words: Any,
+        extras: dict[str, Any] | None,
+    ) -> None:
+        try:
+            call = self._make_call(code, channel, place, data, words, extras)
+        except Exception as error:
+            self._fail(number, error)
+            return
+        answer = Answer(self, number, call)
+        call._dispatch_waiters = [answer]
+        call._waiter_count = 1
+        call._release = answer.over
+        self._calls[number] = call
+        try:
+            submit(call)
+        except Exception as error:
+            self._fail(number, error)
+
+    def _make_call(
+        self,
+        code: int,
+        channel: int,
+        place: tuple[int, ...],
+        data: bytes | None,
+        words: Any,
+        extras: dict[str, Any] | None,
+    ) -> ArrayFuture[Any]:
+        things = self._things(words)
+        plan: Any = self._plans.get((code, place))
+        if plan is None:
+            devices = tuple(self._devices[i] for i in place)
+            plan = Specialization(self._codes[code], None, None, devices)
+            self._plans[code, place] = plan
+        args: tuple[Any, ...] = ()
+        if data is None:
+            args = tuple(things)
+        else:
+            buffers = None if extras is None else extras["buffers"]
+            plan = HostPlan(self, plan, data, things, buffers)
+        where = self._channels.get(channel)
+        if where is None:
+            where = self._channels[channel] = new_channel(f"channel-{channel} of the controller")
+        call: ArrayFuture[Any] = ArrayFuture._create(plan, args, {}, where, None, None, HERE, 0)
+        call._config = None
+        if data is not None:
+            call._convert = True
+            call._futures = plan.futures((), {}) or None
+            plan = plan.plan
+        if extras is not None and (state := extras.get("state")) is not None:
+            config, options = self.load(state, (), None)
+            if config:
+                call._config = _compat.snapshot_from_names(config)
+            if options:
+                assert call._context is not None
+                call._context.run(_contexts.scope.set, options)
+        if plan.special:
+            plan.mark(call)
+        return call
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        wakes = Wakes()
+        with LOCK:
+            self.answer(_wire.FAILED, number, error, wakes)
+        wakes.pay()
+
+    def _cancel(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is not None:
+            call.cancel()
+
+    def _forget(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for number, leaf in pairs:
+            if leaf == _FUTURE:
+                self._calls.pop(number, None)
+            elif leaf == _CODE:
+                if self._codes.pop(number, None) is not None:
+                    for key in [key for key in self._plans if key[0] == number]:
+                        del self._plans[key]
+            else:
+                self._arrays.pop((number, leaf), None)
+
+    def _channel_options(self, number: int, options: dict[str, Any] | None) -> None:
+        if options is None:
+            self._kept.pop(number, None)
+        else:
+            self._kept[number] = self._channels[number] = TaskChannel(**options)
+
+    # -- answers (any thread) --------------------------------------------------------------------------------
+
+    def answer(self, kind: int, number: int, value: Any, wakes: Wakes) -> None:
+        """Have something told to the controller (under the lock)."""
+        self._answers.append((kind, number, value))
+        wakes.flush(self.flush)
+
+    def flush(self) -> None:
+        """Send what there is to tell (without the lock)."""
+        while self._answers:
+            with self._send_lock:
+                with LOCK:
+                    answers, self._answers = self._answers, []
+                # A call that fails with what it depends on is settled before that.
+                answers.sort(key=_number_of)
+                messages = self._outgoing
+                for kind, number, value in answers:
+                    messages.append(self._message(kind, number, value))
+                self._outgoing = []
+                if messages:
+                    self._transmit(pickle.dumps(messages, 5))
+                del answers, messages
+
+    def _message(self, kind: int, number: int, value: Any) -> Any:
+        if kind == _wire.CANCELLED:
+            return (kind, number, str(value))
+        if kind == _wire.FAILED:
+            return (kind, number, _wire.dump_error(value, self._peer))
+        if value is _Same:
+            return (kind, number, (), None, None)
+        if type(value) is _compat.ArrayImpl:
+            self._arrays[number, 0] = value
+            return (kind, number, (self._spec(value),), None, None)
+        arrays = self._peer.arrays = []
+        try:
+            pickled = _wire.dumps(value, self._peer)
+        except Exception as error:
+            return (
+                _wire.FAILED,
+                number,
+                _wire.dump_error(_wire.describe_failure(error, "the result"), self._peer),
+            )
+        for leaf, array in enumerate(arrays):
+            self._arrays[number, leaf] = array
+        specs = tuple(self._spec(array) for array in arrays)
+        return (kind, number, specs, pickled.data, pickled.buffers)
+
+    def _spec(self, array: Any) -> int:
+        key = (array.shape, array.dtype, array.sharding)
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = len(self._specs)
+            data = _wire.dumps(key, self._peer).data
+            self._outgoing.append((_wire.SPEC, spec, data))
+        return spec
+
+    def tell_class(self, class_id: str, data: bytes) -> None:
+        self._outgoing.append((_wire.KNOWN_CLASS, class_id, data))
+
+    def load(self, data: bytes, things: Sequence[Any], buffers: Any) -> Any:
+        return _wire.loads(data, things, self._find_class, buffers)
+
+    def _find_class(self, class_id: str) -> type:
+        found = _wire.known_class(class_id)
+        if found is None:
+            if class_id not in self._class_messages:
+                raise HostError(f"class {class_id} is not known to {self.name}")
+            found = self.load(*self._class_messages[class_id])
+        assert isinstance(found, type)
+        return found
+
+
+class _Peer(_wire.Peer):
+    """What the controller knows."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+        self.arrays: list[Any] = []
+
+    def array(self, array: Any) -> Any:
+        self.arrays.append(array)
+        return len(self.arrays) - 1
+
+    def define_class(self, class_id: str, cls: type) -> None:
+        self._server.tell_class(class_id, _wire.dumps(cls, self, cls).data)
+
+
+# --- the process ------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve the controller that wrote its address and keys to standard input."""
+    config = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_controller, name="aiocolocated-parent", daemon=True).start()
+    sys.path[:] = config["sys_path"]
+    _compat_hosts.become_host(
+        config["devices"], {int(k): v for k, v in config["process_of"].items()}
+    )
+    jax.config.update("jax_platforms", "cpu")
+    inprocess_host().name = config["name"]
+    connection = connect(config)
+    server = Server(config["name"], connection.send)
+    connection.send(json.dumps({**versions(), "pid": os.getpid()}).encode())
+    contextvars.Context().run(_serve, connection, server)
+
+
+def _serve(connection: Any, server: Server) -> None:
+    while (data := connection.receive()) != b"":
+        server.receive(data)
+
+
+def _end_with_controller() -> None:
+    """End at once when the controller does: it holds the other end of standard input."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)

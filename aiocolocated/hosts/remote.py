@@ -1,0 +1,581 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts in other processes, as the controller sees them: what is sent to them, and what comes back."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from aiocolocated import _compat, _compat_hosts, _serialization, _service
+from aiocolocated._exceptions import (
+    CallCancelledError,
+    HostError,
+    HostLostError,
+    SpecError,
+    StaleHandleError,
+)
+from aiocolocated._execution import RunnableCall
+from aiocolocated._loops import Wakes
+from aiocolocated._settings import LOCK
+from aiocolocated._values import Late
+from aiocolocated.hosts import _wire
+
+if TYPE_CHECKING:
+    from aiocolocated._specs import Devices
+
+_FORGET_AFTER = 0.005  # seconds that dropped handles are collected
+_MANY = 64  # messages that are sent although more may come
+
+FUTURE, CODE = -1, -2  # in place of the number of an array
+
+
+class Reference:
+    """What keeps something alive on hosts: an array, the result of a call, or code."""
+
+    __slots__ = ("__weakref__", "epochs", "group", "leaf", "number")
+
+    def __init__(self, group: Group, number: int, leaf: int) -> None:
+        self.group = group
+        self.epochs = group.epochs
+        self.number = number
+        self.leaf = leaf
+
+    def __del__(self) -> None:
+        # The collector may call this anywhere: no lock.
+        hosts = self.group.hosts
+        hosts.dropped.put((self.group, self.epochs, self.number, self.leaf))
+        if not hosts.forgetting:
+            hosts.forgetting = True
+            _service.inbox.put(hosts.forget_soon)
+
+    def word(self, group: Group) -> tuple[int, int]:
+        """What a group of hosts knows it by.
+
+        Raises:
+            StaleHandleError: it was lost with a host.
+        """
+        if self.group is not group or self.epochs is not group.epochs:
+            self._check(group)
+        return (self.number, self.leaf)
+
+    def _check(self, group: Group) -> None:
+        own = dict(zip(self.group.links, self.epochs, strict=True))
+        for link in group.links:
+            if link not in own:
+                raise HostError(
+                    f"an array of {self.group.name} was passed to a call on {group.name}: move it there "
+                    "with 'await device_put(x, sharding)'"
+                )
+            if own[link] != link.generation or link.lost is not None:
+                raise StaleHandleError(
+                    f"this array was lost with {link.name}, which has been "
+                    + ("lost" if link.lost is not None else "restarted since then")
+                )
+
+
+def reference_of(array: Any) -> Reference:
+    """What stands behind a handle.
+
+    Raises:
+        HostError: the library did not make it.
+    """
+    reference = getattr(array, "_aiocolocated", None)
+    if reference is None:
+        raise HostError(
+            f"an array of shape {array.shape} on devices of other hosts was not made by the library, so "
+            "no host has it: use what colocated calls and 'await device_put(x, sharding)' return"
+        )
+    return reference  # type: ignore[no-any-return]
+
+
+class Link:
+    """The connection to one host, and what is under way there."""
+
+    def __init__(self, hosts: HostSet, name: str, index: int, devices: Devices) -> None:
+        self.hosts = hosts
+        self.name = name
+        self.process_index = index
+        self.devices = devices
+        self.generation = 0
+        self.lost: HostLostError | None = None
+        self.outgoing: list[Any] = []
+        self.calls: dict[int, Forwarded] = {}
+        self.specs: dict[int, tuple[Any, ...]] = {}
+        self.transmit: Callable[[bytes], None] = lambda data: None
+        self._send_lock = threading.Lock()
+        self.sent_bytes = self.received_bytes = 0
+
+    def post(self, message: Any, wakes: Wakes) -> None:
+        """Have a message sent, in order (under the lock)."""
+        self.outgoing.append(message)
+        wakes.flush(self.flush)
+
+    def flush(self) -> None:
+        """Send what has been collected (without the lock)."""
+        if self.outgoing:
+            with self._send_lock:
+                with LOCK:
+                    messages, self.outgoing = self.outgoing, []
+                if messages and self.lost is None:
+                    data = pickle.dumps(messages, 5)
+                    self.sent_bytes += len(data)
+                    self.transmit(data)
+
+    def receive(self, data: bytes) -> None:
+        """Take what the host has sent (the thread that receives)."""
+        self.received_bytes += len(data)
+        wakes = Wakes()
+        for message in pickle.loads(data):
+            kind = message[0]
+            if kind == _wire.SPEC:
+                self.specs[message[1]] = self.hosts.load(message[2], ())
+            elif kind == _wire.KNOWN_CLASS:
+                self.hosts.class_blobs.setdefault(message[1], message[2])
+            elif (call := self.calls.get(message[1])) is not None:
+                if kind != _wire.DISPATCHED:
+                    del self.calls[message[1]]
+                try:
+                    call.answer(self, message, wakes)
+                except BaseException:  # one broken answer must not lose the others
+                    _service.logger.exception("aiocolocated: internal error in an answer")
+        wakes.pay()
+
+    def lose(self, error: HostLostError) -> None:
+        """The host is gone: so is all that was on it (any thread)."""
+        wakes = Wakes()
+        with LOCK:
+            if self.lost is not None:
+                return
+            self.lost = error
+            calls, self.calls = self.calls, {}
+            self.outgoing = []
+            self.specs = {}
+        for call in calls.values():
+            call.answer(self, (None, call.number, error), wakes)
+        wakes.pay()
+
+    def check(self) -> None:
+        """Raise if the host is gone."""
+        if self.lost is not None:
+            raise HostLostError(*self.lost.args)
+
+
+class Group:
+    """The hosts of some devices, in order; there is one of each."""
+
+    def __init__(self, hosts: HostSet, links: tuple[Link, ...]) -> None:
+        self.hosts = hosts
+        self.links = links
+        self.name = ", ".join(link.name for link in links)
+        self.epochs = tuple(link.generation for link in links)
+
+    def send(
+        self,
+        call: RunnableCall,
+        plan: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        config: _compat.Snapshot | None,
+        options: tuple[tuple[str, Any], ...],
+        wakes: Wakes,
+    ) -> None:
+        """Send a call to every host, at the same place among what they get (worker thread)."""
+        hosts = self.hosts
+        held: Any = args
+        data = buffers = None
+        if plan.flat is not None and not call._convert:
+            words: tuple[Any, ...] = tuple([reference_of(x).word(self) for x in args])
+        else:
+            try:
+                pickled = _wire.dumps((args, kwargs), _Peer(self))
+            except (HostError, MemoryError):
+                raise
+            except Exception as error:
+                raise _wire.describe_failure(error, f"an argument of {plan.name}") from error
+            data, words, buffers = pickled.data, pickled.words, pickled.buffers
+            held = pickled.held
+            words = tuple(w.reference.word(self)[0] if type(w) is Late else w for w in words)
+        extras: dict[str, Any] | None = None
+        if buffers is not None or config is not None or options:
+            extras = {"buffers": buffers}
+            if config is not None or options:
+                state = (_compat.snapshot_by_name(config or ()), options)
+                extras["state"] = _wire.dumps(state, _Peer(self)).data
+        code = hosts.code_of(plan)
+        channel = call._channel
+        with LOCK:
+            for link in self.links:
+                link.check()
+            number = next(hosts.numbers)
+            forwarded = Forwarded(call, self, number, plan)
+            if not call._is_sent(forwarded, wakes):
+                return
+            message = (
+                _wire.CALL,
+                number,
+                code.number,
+                channel._number,
+                plan.place_ids,
+                data,
+                words,
+                extras,
+            )
+            for link in self.links:
+                code.tell(link, wakes)
+                link.calls[number] = forwarded
+                link.post(message, wakes)
+            full = len(self.links[0].outgoing) >= _MANY
+        del held
+        if full:
+            for link in self.links:
+                link.flush()
+
+
+class Forwarded:
+    """A call that runs on other hosts."""
+
+    __slots__ = ("answers", "call", "dispatched", "future", "group", "number", "plan", "value")
+
+    def __init__(self, call: RunnableCall, group: Group, number: int, plan: Any) -> None:
+        self.call = call
+        self.group = group
+        self.number = number
+        self.plan = plan
+        self.future = Reference(group, number, FUTURE)
+        self.answers: dict[Link, Any] = {}
+        self.dispatched = False
+        self.value: Any = None
+
+    def cancel(self, wakes: Wakes) -> None:
+        for link in self.group.links:
+            if self.number in link.calls:
+                link.post((_wire.CANCEL, self.number), wakes)
+
+    def answer(self, link: Link, message: Any, wakes: Wakes) -> None:
+        """A host has answered, or is lost (the thread that receives)."""
+        kind = message[0]
+        if kind is None and len(self.group.links) > 1:
+            with LOCK:  # at once, whatever the others do
+                self.call._fail(wakes, self._lost(message[2]), None)
+        self.answers[link] = message
+        if len(self.answers) < len(self.group.links):
+            return
+        error: BaseException | None = None
+        value = None
+        try:
+            value = self._outcome()
+        except BaseException as caught:
+            error = self.call._as_error(caught)
+        final = all(m[0] != _wire.DISPATCHED for m in self.answers.values())
+        with LOCK:
+            if final or (
+                error is not None and all(m[0] != _wire.DISPATCHED for m in self.answers.values())
+            ):
+                self.call._over_there(value, error, self.dispatched, wakes)
+            elif not self.dispatched:
+                self.dispatched = True
+                self.value = value
+                self.call._dispatched_there(value, wakes)
+        del error, value
+
+    def _lost(self, error: HostLostError) -> HostLostError:
+        return HostLostError(f"{error}; {self.call._title()}")
+
+    def _outcome(self) -> Any:
+        """What the body gave, or raises what it raised."""
+        answers = self.answers
+        errors: list[BaseException] = []
+        cancelled: BaseException | None = None
+        for link, message in answers.items():
+            kind = message[0]
+            if kind is None:
+                errors.append(self._lost(message[2]))
+            elif kind == _wire.FAILED:
+                errors.append(self.group.hosts.load_error(message[2], link.name))
+            elif kind == _wire.CANCELLED:
+                cancelled = CallCancelledError(message[2])
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            what = f"{self.plan.name} failed on {len(errors)} hosts"
+            raise BaseExceptionGroup(what, errors)
+        if cancelled is not None:
+            raise cancelled
+        if self.dispatched:
+            return self.value
+        value, _ = self.plan.finish(self._value())
+        return value
+
+    def _value(self) -> Any:
+        answers = [self.answers[link] for link in self.group.links]
+        links = self.group.links
+        if self.plan.reduce is not None:
+            values = [
+                self.group.hosts.value(link, m, self.number, self.group)
+                for link, m in zip(links, answers, strict=True)
+            ]
+            return self.plan.reduce(values)
+        first = answers[0]
+        specs = [links[0].specs[i] for i in first[2]]
+        for link, other in zip(links[1:], answers[1:], strict=True):
+            if other[3] != first[3] or [link.specs[i] for i in other[2]] != specs:
+                raise SpecError(
+                    f"{self.plan.name} returned different results on {links[0].name} and {link.name}. "
+                    "Return global arrays and equal values, or say how they are put together: "
+                    "specialize(reduce=list)"
+                )
+        return self.group.hosts.value(links[0], first, self.number, self.group)
+
+
+class _Peer(_wire.Peer):
+    """What a group of hosts knows."""
+
+    def __init__(self, group: Group) -> None:
+        self.classes = group.hosts.classes
+        self._group = group
+
+    def array(self, array: Any) -> Any:
+        if self._group.hosts.owns(array):
+            return reference_of(array).word(self._group)
+        return None
+
+    def define_class(self, class_id: str, cls: type) -> None:
+        self._group.hosts.define_class(class_id, cls)
+
+
+class Code:
+    """A function on hosts: told to each when it is first needed there."""
+
+    def __init__(self, hosts: HostSet, message: Callable[[int], Any], held: Any = None) -> None:
+        self.reference = Reference(hosts.all, next(hosts.numbers), CODE)
+        self.number = self.reference.number
+        self.held = held
+        self._message = message(self.number)
+        self._needs: tuple[Code, ...] = ()
+        self._told: dict[Link, int] = {}
+
+    def after(self, *codes: Code) -> Code:
+        """Have others told first."""
+        self._needs = codes
+        return self
+
+    def tell(self, link: Link, wakes: Wakes) -> None:
+        """Tell a host, unless it knows (under the lock)."""
+        if self._told.get(link) != link.generation:
+            for code in self._needs:
+                code.tell(link, wakes)
+            self._told[link] = link.generation
+            link.post(self._message, wakes)
+
+
+class HostSet:
+    """All hosts of one controller."""
+
+    def __init__(self, name: str, devices: Sequence[Sequence[Any]]) -> None:
+        self.name = name
+        self.links = tuple(
+            Link(self, f"{name}-{i}", i, tuple(own)) for i, own in enumerate(devices)
+        )
+        self.numbers = itertools.count(1)
+        self.classes: set[str] = set()
+        self.class_blobs: dict[str, Any] = {}
+        self.dropped: SimpleQueue[tuple[Group, tuple[int, ...], int, int]] = SimpleQueue()
+        self.forgetting = False
+        self._lock = threading.RLock()
+        self._groups: dict[tuple[Link, ...], Group] = {}
+        self._codes: weakref.WeakKeyDictionary[Any, Code] = weakref.WeakKeyDictionary()
+        self._class_messages: dict[str, Any] = {}
+        self.all = self.group(self.links)
+
+    def group(self, links: tuple[Link, ...]) -> Group:
+        with self._lock:
+            found = self._groups.get(links)
+            if found is None:
+                found = self._groups[links] = Group(self, links)
+            return found
+
+    def owns(self, array: Any) -> bool:
+        return hosts_of(next(iter(array.sharding.device_set))) is self
+
+    def restarted(self, link: Link) -> None:
+        """A host has come back, with nothing on it (under the lock)."""
+        link.lost = None
+        link.generation += 1
+        link.outgoing = list(self._class_messages.values())
+        for group in self._groups.values():
+            if link in group.links:
+                group.epochs = tuple(other.generation for other in group.links)
+
+    # -- code -------------------------------------------------------------------------------------------
+
+    def code_of(self, plan: Any) -> Code:
+        base = plan._base
+        code = self._codes.get(base)
+        if code is None:
+            with self._lock:
+                code = self._codes.get(base)
+                if code is None:
+                    code = self._codes[base] = plan.make_code(self)
+        return code
+
+    def function_code(self, function: Callable[..., Any], kind: str, name: str) -> Code:
+        """Ship a function or class.
+
+        Raises:
+            NotShippableError: naming the captured variable.
+        """
+        try:
+            copied = function if isinstance(function, type) else None
+            if copied is not None and not _serialization._stays(copied):
+                copied = None
+            pickled = _wire.dumps(function, _Peer(self.all))
+        except Exception as error:
+            raise _serialization._explain(function, error) from error
+        return Code(
+            self,
+            lambda number: (
+                _wire.FUNCTION,
+                number,
+                kind,
+                name,
+                pickled.data,
+                pickled.words,
+                pickled.buffers,
+            ),
+            pickled.held,
+        )
+
+    def define_class(self, class_id: str, cls: type) -> None:
+        pickled = _wire.dumps(cls, _Peer(self.all), cls)
+        message = (_wire.CLASS, class_id, pickled.data, pickled.words, pickled.buffers)
+        with LOCK:
+            self._class_messages[class_id] = message
+            for link in self.links:
+                if link.lost is None:
+                    link.outgoing.append(message)  # the call that needs it flushes
+
+    # -- values -----------------------------------------------------------------------------------------
+
+    def value(self, link: Link, message: Any, number: int, group: Group) -> Any:
+        """The value of an answer, with handles for its arrays."""
+        _, _, specs, data, buffers = message
+        handles = [
+            self._handle(link.specs[spec], group, number, leaf) for leaf, spec in enumerate(specs)
+        ]
+        if data is None:
+            return handles[0]
+        return self.load(data, handles, buffers)
+
+    @staticmethod
+    def _handle(spec: tuple[Any, ...], group: Group, number: int, leaf: int) -> Any:
+        handle = _compat_hosts.make_handle(*spec)
+        handle._aiocolocated = Reference(group, number, leaf)
+        return handle
+
+    def load(self, data: bytes, things: Sequence[Any], buffers: Any = None) -> Any:
+        return _wire.loads(data, things, self._class, buffers)
+
+    def load_error(self, parts: Any, host: str) -> BaseException:
+        return _wire.load_error(parts, host)
+
+    def _class(self, class_id: str) -> type:
+        found = _wire.known_class(class_id)
+        if found is None:
+            blob = self.class_blobs.get(class_id)
+            if blob is None:
+                raise HostError(f"class {class_id} is not known to the controller")
+            found = self.load(blob, ())
+            assert isinstance(found, type)
+        return found
+
+    # -- handles ----------------------------------------------------------------------------------------
+
+    def forget_soon(self) -> None:
+        """Collect dropped handles for a moment (service thread)."""
+        _service.call_at(monotonic() + _FORGET_AFTER, self.forget)
+
+    def forget(self) -> None:
+        """Tell hosts what nobody refers to any more, behind its last use."""
+        self.forgetting = False
+        lists: dict[Link, list[tuple[int, int]]] = {}
+        while True:
+            try:
+                group, epochs, number, leaf = self.dropped.get_nowait()
+            except Empty:
+                break
+            for link, epoch in zip(group.links, epochs, strict=True):
+                if link.generation == epoch:
+                    lists.setdefault(link, []).append((number, leaf))
+        wakes = Wakes()
+        with LOCK:
+            for link, pairs in lists.items():
+                if link.lost is None:
+                    link.post((_wire.FORGET, pairs), wakes)
+        wakes.pay()
+
+
+# --- which hosts a device belongs to --------------------------------------------------------------------
+
+_by_device: dict[Any, Link] = {}
+_groups: dict[Devices, Group | None] = {}
+
+
+def add_devices(hosts: HostSet) -> None:
+    """Have calls on these devices go to their hosts."""
+    with LOCK:
+        for link in hosts.links:
+            for device in link.devices:
+                _by_device[device] = link
+
+
+def remove_devices(hosts: HostSet) -> None:
+    with LOCK:
+        for link in hosts.links:
+            for device in link.devices:
+                _by_device.pop(device, None)
+        for devices in [d for d, group in _groups.items() if group and group.hosts is hosts]:
+            del _groups[devices]
+
+
+def hosts_of(device: Any) -> HostSet | None:
+    link = _by_device.get(device)
+    return None if link is None else link.hosts
+
+
+def group_of(devices: Devices | None) -> Group | None:
+    """The hosts of devices; ``None`` for devices of this process.
+
+    Raises:
+        SpecError: some are here and some are there, or of closed hosts.
+    """
+    if devices is None or not _by_device:
+        return None
+    found = _groups.get(devices)
+    if found is None:
+        links = [_by_device.get(device) for device in devices]
+        if links[0] is None and not any(links):
+            return None
+        known = [link for link in links if link is not None]
+        if len(known) < len(links) or len({id(link.hosts) for link in known}) > 1:
+            raise SpecError(f"devices of several sets of hosts in one call: {devices}")
+        unique = sorted(set(known), key=lambda link: link.process_index)
+        found = known[0].hosts.group(tuple(unique))
+        with LOCK:
+            if len(_groups) > 4096:
+                _groups.clear()
+            _groups[devices] = found
+    return found
+
+
+def find_device(platform: str, device_id: int) -> Any:
+    """The device of a host by its id, or ``None``."""
+    return next((d for d in list(_by_device) if d.id == device_id), None)
+
+
+_serialization.device_finders.append(find_device)
