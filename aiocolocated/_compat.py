@@ -93,7 +93,11 @@ def ready_or_raise(arrays: Sequence[Any]) -> bool:
     alive: Sequence[Any] = arrays
     try:
         if _JAXLIB < (0, 11, 2):
-            alive = list(map(_clone, filterfalse(_is_deleted, arrays)))
+            try:
+                alive = list(map(_clone, filterfalse(_is_deleted, arrays)))
+            except RuntimeError:  # an array whose first device is of another process
+                arrays = [part for a in arrays for part in _parts_here(a)]
+                alive = list(map(_clone, filterfalse(_is_deleted, arrays)))
             ready = all(map(_is_ready, alive)) if len(alive) != 1 else _is_ready(alive[0])
         else:
             ready = all_ready(arrays)
@@ -107,6 +111,13 @@ def ready_or_raise(arrays: Sequence[Any]) -> bool:
         return ready
     finally:
         del arrays, alive  # a traceback keeps this frame
+
+
+def _parts_here(array: Any) -> list[Any]:
+    """An array, or its parts in this process if it has others: JAX <= 0.12 cannot clone those."""
+    if array.is_deleted() or array.is_fully_addressable:
+        return [array]
+    return [shard.data for shard in array.addressable_shards]
 
 
 def device_list(sharding: Any) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode, Specialization
 from aiocolocated._submission import submit
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED
-from aiocolocated.hosts import _wire
+from aiocolocated.hosts import _parcels, _wire
 from aiocolocated.hosts._sockets import connect
 from aiocolocated.hosts.inprocess import inprocess_host
 from aiocolocated.hosts.launchers import versions
@@ -66,17 +66,16 @@ def _not_loaded() -> None:
 class HostPlan:
     """What one call from the controller runs (a ``Plan``), when its arguments are still pickled."""
 
-    __slots__ = ("_buffers", "_data", "_server", "_things", "devices", "host", "name", "plan")
+    __slots__ = ("_data", "_server", "_things", "devices", "host", "name", "plan")
     ships = False
     dispatches = False
 
     def __init__(
-        self, server: Server, plan: Specialization, data: bytes, things: list[Any], buffers: Any
+        self, server: Server, plan: Specialization, data: bytes, things: list[Any]
     ) -> None:
         self._server = server
         self._data: bytes | None = data
         self._things = things
-        self._buffers = buffers
         self.plan = plan
         self.devices = plan.devices
         self.host = plan.host
@@ -95,11 +94,10 @@ class HostPlan:
         """Unpickle the arguments (worker thread)."""
         things = [values[id(x)] if type(x) is ArrayFuture else x for x in self._things]
         assert self._data is not None
-        data, buffers = self._data, self._buffers
-        self._data = self._buffers = None
+        data, self._data = self._data, None
         self._things = []
         try:
-            args, kwargs = self._server.load(data, things, buffers)
+            args, kwargs = self._server.load(data, things)
         except Exception as error:
             raise ArgumentError(
                 f"call of {self.name}: the arguments cannot be unpickled on this host: "
@@ -182,6 +180,7 @@ class Server:
             _wire.CANCEL: self._cancel,
             _wire.FORGET: self._forget,
             _wire.CHANNEL: self._channel_options,
+            _wire.RELEASE: self._release,
         }
 
     # -- messages from the controller (the thread that receives) -------------------------------------------
@@ -199,14 +198,12 @@ class Server:
             except Exception:
                 _service.logger.exception("%s: a message cannot be followed", self.name)
 
-    def _function(
-        self, number: int, kind: str, name: str, data: bytes, words: Any, buffers: Any
-    ) -> None:
+    def _function(self, number: int, kind: str, name: str, data: bytes, words: Any) -> None:
         things = self._things(words)
-        self._codes[number] = HostCode(kind, name, lambda: self.load(data, things, buffers))
+        self._codes[number] = HostCode(kind, name, lambda: self.load(data, things))
 
-    def _class_message(self, class_id: str, data: bytes, words: Any, buffers: Any) -> None:
-        self._class_messages[class_id] = (data, self._things(words), buffers)
+    def _class_message(self, class_id: str, data: bytes, words: Any) -> None:
+        self._class_messages[class_id] = (data, self._things(words))
         self._peer.classes.add(class_id)
 
     def _things(self, words: Sequence[Any]) -> list[Any]:
@@ -220,10 +217,10 @@ class Server:
         place: tuple[int, ...],
         data: bytes | None,
         words: Any,
-        extras: dict[str, Any] | None,
+        state: bytes | None,
     ) -> None:
         try:
-            call = self._make_call(code, channel, place, data, words, extras)
+            call = self._make_call(code, channel, place, data, words, state)
         except Exception as error:
             self._fail(number, error)
             return
@@ -244,7 +241,7 @@ class Server:
         place: tuple[int, ...],
         data: bytes | None,
         words: Any,
-        extras: dict[str, Any] | None,
+        state: bytes | None,
     ) -> ArrayFuture[Any]:
         things = self._things(words)
         plan: Any = self._plans.get((code, place))
@@ -256,8 +253,7 @@ class Server:
         if data is None:
             args = tuple(things)
         else:
-            buffers = None if extras is None else extras["buffers"]
-            plan = HostPlan(self, plan, data, things, buffers)
+            plan = HostPlan(self, plan, data, things)
         where = self._channels.get(channel)
         if where is None:
             where = self._channels[channel] = new_channel(f"channel-{channel} of the controller")
@@ -267,8 +263,8 @@ class Server:
             call._convert = True
             call._futures = plan.futures((), {}) or None
             plan = plan.plan
-        if extras is not None and (state := extras.get("state")) is not None:
-            config, options = self.load(state, (), None)
+        if state is not None:
+            config, options = self.load(state, ())
             if config:
                 call._config = _compat.snapshot_from_names(config)
             if options:
@@ -299,6 +295,14 @@ class Server:
                         del self._plans[key]
             else:
                 self._arrays.pop((number, leaf), None)
+
+    def _release(self, key: int, reuse: bool) -> None:
+        _parcels.released(key, self, reuse)
+
+    def release(self, key: int, reuse: bool) -> None:
+        """Tell the controller that a parcel of its is not needed any more (service thread)."""
+        with self._send_lock:
+            self._transmit(pickle.dumps([(_wire.RELEASED, key, reuse)], 5))
 
     def _channel_options(self, number: int, options: dict[str, Any] | None) -> None:
         if options is None:
@@ -335,10 +339,10 @@ class Server:
         if kind == _wire.FAILED:
             return (kind, number, _wire.dump_error(value, self._peer))
         if value is _Same:
-            return (kind, number, (), None, None)
+            return (kind, number, (), None)
         if type(value) is _compat.ArrayImpl:
             self._arrays[number, 0] = value
-            return (kind, number, (self._spec(value),), None, None)
+            return (kind, number, (self._spec(value),), None)
         arrays = self._peer.arrays = []
         try:
             pickled = _wire.dumps(value, self._peer)
@@ -351,7 +355,10 @@ class Server:
         for leaf, array in enumerate(arrays):
             self._arrays[number, leaf] = array
         specs = tuple(self._spec(array) for array in arrays)
-        return (kind, number, specs, pickled.data, pickled.buffers)
+        with LOCK:
+            for parcel in pickled.parcels:
+                parcel.claim((self,))
+        return (kind, number, specs, pickled.data)
 
     def _spec(self, array: Any) -> int:
         key = (array.shape, array.dtype, array.sharding)
@@ -365,8 +372,8 @@ class Server:
     def tell_class(self, class_id: str, data: bytes) -> None:
         self._outgoing.append((_wire.KNOWN_CLASS, class_id, data))
 
-    def load(self, data: bytes, things: Sequence[Any], buffers: Any) -> Any:
-        return _wire.loads(data, things, self._find_class, buffers)
+    def load(self, data: bytes, things: Sequence[Any]) -> Any:
+        return _wire.loads(data, things, self._find_class)
 
     def _find_class(self, class_id: str) -> type:
         found = _wire.known_class(class_id)
@@ -409,6 +416,10 @@ def main() -> None:
     inprocess_host().name = config["name"]
     connection = connect(config)
     server = Server(config["name"], connection.send)
+    _parcels.release_to[config["parent"]] = server.release
+    with LOCK:
+        _service.watch(+1)  # what is dropped is told of there
+        _service.start()
     connection.send(json.dumps({**versions(), "pid": os.getpid()}).encode())
     contextvars.Context().run(_serve, connection, server)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RemoteSpecialization(Specialization):
     """A function prepared for one set of input specs and the devices of some hosts."""
 
-    __slots__ = ("group", "place_ids", "reduce")
+    __slots__ = ("group", "per_host", "place_ids", "reduce")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class RemoteSpecialization(Specialization):
         self.group = group
         self.place_ids = tuple(device.id for device in devices)
         self.reduce = reduce
+        self.per_host = False  # the only argument is a list of (args, kwargs), one for each host
         self.special = True
 
     def of_one_call(self) -> RemoteSpecialization:

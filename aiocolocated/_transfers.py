@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.core import Tracer
 
-from aiocolocated import _compat, _readiness, _specs, _values
+from aiocolocated import _compat, _readiness, _remote_transfers, _specs, _values
 from aiocolocated._calls import Call
 from aiocolocated._channels import TaskChannel, new_channel
 from aiocolocated._exceptions import ArrayDeletedError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import Owner, current_owner
+from aiocolocated._remote_transfers import is_remote
 from aiocolocated._submission import submit, transfers
 from aiocolocated._types import RUNNING
 from aiocolocated._workers import local
@@ -138,7 +139,7 @@ def device_get(x: Any) -> ArrayFuture[Any]:
 class _Parcel:
     """The leaves of one transfer: those that are still to be moved, and those that have been."""
 
-    __slots__ = ("leaves", "made", "options", "sizes", "stopped", "tree", "whole")
+    __slots__ = ("leaves", "made", "options", "remote", "sizes", "stopped", "tree", "whole")
 
     def __init__(self, x: Any, **options: Any) -> None:
         self.leaves, self.tree = _tree_flatten(x)
@@ -146,6 +147,7 @@ class _Parcel:
         self.sizes: list[int] = []
         self.made: list[Any] = []
         self.whole = False  # moved in one part
+        self.remote = False  # from or to other hosts
         self.stopped = False  # the call was cancelled meanwhile
 
     def parts(self) -> Iterator[tuple[int, int]]:
@@ -339,7 +341,7 @@ class _Put(_Transfer):
         return [n if type(n := getattr(x, "nbytes", 0)) is int else 0 for x in leaves]
 
     def may_compute(self, sources: Sequence[Any]) -> bool:
-        return any(len(a.sharding.device_set) > 1 for a in sources)
+        return any(len(a.sharding.device_set) > 1 and not is_remote(a) for a in sources)
 
     def begin(self, parcel: _Parcel) -> None:
         """Give each leaf its own value of what is a prefix of the tree."""
@@ -349,6 +351,13 @@ class _Put(_Transfer):
         except Exception:  # no prefix: JAX has words for that
             spread = {}
         donate = spread.get("donate")
+        device = spread.get("device")
+        if any(
+            map(is_remote, (*parcel.leaves, *(device if isinstance(device, list) else [device])))
+        ):
+            parcel.options = spread
+            parcel.remote = True
+            return
         if donate is False or (isinstance(donate, list) and not any(donate)):
             parcel.options = spread
         else:  # what JAX refuses about any leaf has to come before one of them is used up
@@ -358,6 +367,10 @@ class _Put(_Transfer):
         options = parcel.options
         leaves = parcel.leaves[start:stop]
         _readiness.check(_arrays_in(leaves))  # or the failure of a computation names no leaf
+        if parcel.remote:
+            device = options["device"]
+            targets = device[start:stop] if isinstance(device, list) else [device] * len(leaves)
+            return _remote_transfers.put(leaves, targets)
         if parcel.whole:
             return _tree_leaves(jax.device_put(_tree_unflatten(parcel.tree, leaves), **options))
         options = {k: v[start:stop] if isinstance(v, list) else v for k, v in options.items()}
@@ -378,7 +391,10 @@ class _Get(_Transfer):
             self._guard(_start_copies, parcel, 0, len(parcel.leaves))
 
     def move(self, parcel: _Parcel, start: int, stop: int) -> Sequence[Any]:
-        made: list[Any] = jax.device_get(parcel.leaves[start:stop])
+        leaves = parcel.leaves[start:stop]
+        if any(map(is_remote, leaves)):
+            return _remote_transfers.get(leaves)
+        made: list[Any] = jax.device_get(leaves)
         return made
 
 
@@ -421,7 +437,8 @@ def _for_each(option: Any, tree: Any) -> Any:
 def _start_copies(parcel: _Parcel, start: int, stop: int) -> Sequence[Any]:
     with _compat.explicit_device_get():
         for array in _arrays_in(parcel.leaves[start:stop]):
-            array.copy_to_host_async()
+            if not is_remote(array):
+                array.copy_to_host_async()
     return ()
 
 

@@ -59,12 +59,20 @@ def place(leaf: Any, sharding: jax.sharding.Sharding, where: str) -> Any:
             "pass a Python value, or enable x64 (jax_scope(enable_x64=True))"
         )
     try:
-        return jax.device_put(private_copy(leaf), sharding)
+        private = leaf if is_private(leaf) else private_copy(leaf)
+        if not sharding.is_fully_addressable:
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: private[index])
+        return jax.device_put(private, sharding)
     except RuntimeError:  # no memory, say: not the value's fault
         raise
     except Exception as error:  # no such dtype in JAX, masked, not divisible, ...
         # Its traceback would keep this frame, and so the leaf.
         raise ArgumentError(f"{where}: {error}") from error.with_traceback(None)
+
+
+def is_private(leaf: Any) -> bool:
+    """Whether nobody else writes to a NumPy value's memory; replaced where such memory comes from."""
+    return False
 
 
 def private_copy(leaf: Any) -> Any:

@@ -24,13 +24,12 @@ import numpy as np
 from aiocolocated import _compat, _serialization
 from aiocolocated._exceptions import ArgumentError, HostError, RemoteError
 from aiocolocated._values import Late
+from aiocolocated.hosts._parcels import Parcel, array_parcel, only_array
 
 # Controller to host.
-FUNCTION, METHOD, OBJECT, CLASS, CALL, STEP, CANCEL, FORGET, CHANNEL, PING, END = range(11)
+FUNCTION, METHOD, OBJECT, CLASS, CALL, STEP, CANCEL, FORGET, CHANNEL, PING, RELEASE = range(11)
 # Host to controller.
-DISPATCHED, DONE, FAILED, CANCELLED, SPEC, PONG, KNOWN_CLASS, HELLO = range(8)
-
-OUT_OF_BAND = 1 << 16  # bytes; smaller buffers are pickled with the rest
+DISPATCHED, DONE, FAILED, CANCELLED, SPEC, PONG, KNOWN_CLASS, RELEASED, LOG = range(9)
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set})
 
@@ -94,32 +93,28 @@ class Peer:
 
 
 class Pickled:
-    """A pickled value: bytes, the words for what it refers to, large buffers."""
+    """A pickled value: bytes, the words for what it refers to, parcels."""
 
-    __slots__ = ("buffers", "data", "held", "words")
+    __slots__ = ("data", "held", "parcels", "words")
 
-    def __init__(self, data: bytes, words: tuple[Any, ...], buffers: Any, held: list[Any]) -> None:
+    def __init__(
+        self, data: bytes, words: tuple[Any, ...], parcels: list[Parcel], held: list[Any]
+    ) -> None:
         self.data = data
         self.words = words
-        self.buffers = buffers
+        self.parcels = parcels  # to be claimed when it is sent
         self.held = held  # what must live until it has been sent
 
 
 class _Pickler(_serialization._Pickler):
     def __init__(self, file: io.BytesIO, peer: Peer, copied: type | None = None) -> None:
-        self.buffers: list[pickle.PickleBuffer] = []
-        cloudpickle.Pickler.__init__(self, file, protocol=5, buffer_callback=self._add_buffer)
+        cloudpickle.Pickler.__init__(self, file, protocol=5)
         self._copied = copied
         self._peer = peer
         self._numbers: dict[int, int] = {}
         self.words: list[Any] = []
+        self.parcels: list[Parcel] = []
         self.held: list[Any] = []
-
-    def _add_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < OUT_OF_BAND:
-            return True
-        self.buffers.append(buffer)
-        return False
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
@@ -152,6 +147,11 @@ class _Pickler(_serialization._Pickler):
         kind = type(obj)
         if (reduce := _reducers.get(kind)) is not None:
             return reduce(obj)
+        if kind is Parcel:
+            self.parcels.append(obj)
+            return obj.reduce()
+        if kind is np.ndarray and (parcel := array_parcel(obj)) is not None:
+            return only_array, (parcel,)
         if kind is _compat.ArrayImpl:
             return _local_array, (_data_of(obj),)
         if isinstance(obj, jax.Array):  # a typed key
@@ -191,9 +191,8 @@ class _Unpickler(pickle.Unpickler):
         data: bytes,
         things: Sequence[Any],
         find_class_by_id: Callable[[str], type],
-        buffers: Any = None,
     ) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
+        super().__init__(io.BytesIO(data))
         self._things = things
         self._find_class_by_id = find_class_by_id
 
@@ -210,19 +209,12 @@ def dumps(obj: Any, peer: Peer, copied: type | None = None) -> Pickled:
     file = io.BytesIO()
     pickler = _Pickler(file, peer, copied)
     pickler.dump(obj)
-    buffers = None
-    if pickler.buffers:
-        buffers = [bytes(b.raw()) for b in pickler.buffers]
-    return Pickled(file.getvalue(), tuple(pickler.words), buffers, pickler.held)
+    return Pickled(file.getvalue(), tuple(pickler.words), pickler.parcels, pickler.held)
 
 
-def loads(
-    data: bytes, things: Sequence[Any], find_class_by_id: Callable[[str], type], buffers: Any = None
-) -> Any:
+def loads(data: bytes, things: Sequence[Any], find_class_by_id: Callable[[str], type]) -> Any:
     """Undo :func:`dumps`. Unpickling runs code: it trusts the sender."""
-    if buffers is not None:
-        buffers = [bytearray(b) for b in buffers]  # arrays over them may be written to
-    return _Unpickler(data, things, find_class_by_id, buffers).load()
+    return _Unpickler(data, things, find_class_by_id).load()
 
 
 # --- exceptions ------------------------------------------------------------------------------------------
@@ -254,7 +246,7 @@ def dump_error(error: BaseException, peer: Peer) -> tuple[bytes, str, str, str]:
     data = b""
     with contextlib.suppress(Exception):
         pickled = dumps((error, notes), peer)
-        if not pickled.words and not pickled.buffers:
+        if not pickled.words and not pickled.parcels:
             loads(pickled.data, (), _local_class)
             data = pickled.data
     return data, kind, text, "".join(lines)

@@ -343,6 +343,7 @@ class Hosts:
                     host, f"it has {what} {theirs}, the controller {own}: they must be equal"
                 )
                 return
+        host._link.answered(host.hello["pid"])
         host.ready = True
 
     def _take_output(self, host: RemoteHost, which: int) -> None:

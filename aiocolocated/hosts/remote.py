@@ -24,7 +24,7 @@ from aiocolocated._execution import RunnableCall
 from aiocolocated._loops import Wakes
 from aiocolocated._settings import LOCK
 from aiocolocated._values import Late
-from aiocolocated.hosts import _wire
+from aiocolocated.hosts import _parcels, _wire
 
 if TYPE_CHECKING:
     from aiocolocated._specs import Devices
@@ -110,6 +110,7 @@ class Link:
         self.transmit: Callable[[bytes], None] = lambda data: None
         self._send_lock = threading.Lock()
         self.sent_bytes = self.received_bytes = 0
+        self._pid = 0
 
     def post(self, message: Any, wakes: Wakes) -> None:
         """Have a message sent, in order (under the lock)."""
@@ -135,6 +136,8 @@ class Link:
             kind = message[0]
             if kind == _wire.SPEC:
                 self.specs[message[1]] = self.hosts.load(message[2], ())
+            elif kind == _wire.RELEASED:
+                _parcels.released(message[1], self, message[2])
             elif kind == _wire.KNOWN_CLASS:
                 self.hosts.class_blobs.setdefault(message[1], message[2])
             elif (call := self.calls.get(message[1])) is not None:
@@ -144,6 +147,19 @@ class Link:
                     call.answer(self, message, wakes)
                 except BaseException:  # one broken answer must not lose the others
                     _service.logger.exception("aiocolocated: internal error in an answer")
+        wakes.pay()
+
+    def answered(self, pid: int) -> None:
+        """The host is up, and its process is this one."""
+        self._pid = pid
+        _parcels.release_to[pid] = self.release
+
+    def release(self, key: int, reuse: bool) -> None:
+        """Tell the host that a parcel of its is not needed any more (service thread)."""
+        wakes = Wakes()
+        with LOCK:
+            if self.lost is None:
+                self.post((_wire.RELEASE, key, reuse), wakes)
         wakes.pay()
 
     def lose(self, error: HostLostError) -> None:
@@ -156,6 +172,8 @@ class Link:
             calls, self.calls = self.calls, {}
             self.outgoing = []
             self.specs = {}
+        _parcels.lost(self)
+        _parcels.release_to.pop(self._pid, None)
         for call in calls.values():
             call.answer(self, (None, call.number, error), wakes)
         wakes.pay()
@@ -188,9 +206,14 @@ class Group:
         """Send a call to every host, at the same place among what they get (worker thread)."""
         hosts = self.hosts
         held: Any = args
-        data = buffers = None
-        if plan.flat is not None and not call._convert:
-            words: tuple[Any, ...] = tuple([reference_of(x).word(self) for x in args])
+        own: list[_wire.Pickled] | None = None
+        data = None
+        words: tuple[Any, ...] = ()
+        parcels: Sequence[Any] = ()
+        if plan.per_host:
+            own = [_wire.dumps(value, _Peer(self)) for value in args[0]]
+        elif plan.flat is not None and not call._convert:
+            words = tuple([reference_of(x).word(self) for x in args])
         else:
             try:
                 pickled = _wire.dumps((args, kwargs), _Peer(self))
@@ -198,15 +221,13 @@ class Group:
                 raise
             except Exception as error:
                 raise _wire.describe_failure(error, f"an argument of {plan.name}") from error
-            data, words, buffers = pickled.data, pickled.words, pickled.buffers
+            data, words, parcels = pickled.data, pickled.words, pickled.parcels
             held = pickled.held
             words = tuple(w.reference.word(self)[0] if type(w) is Late else w for w in words)
-        extras: dict[str, Any] | None = None
-        if buffers is not None or config is not None or options:
-            extras = {"buffers": buffers}
-            if config is not None or options:
-                state = (_compat.snapshot_by_name(config or ()), options)
-                extras["state"] = _wire.dumps(state, _Peer(self)).data
+        state: bytes | None = None
+        if config is not None or options:
+            named = (_compat.snapshot_by_name(config or ()), options)
+            state = _wire.dumps(named, _Peer(self)).data
         code = hosts.code_of(plan)
         channel = call._channel
         with LOCK:
@@ -224,11 +245,17 @@ class Group:
                 plan.place_ids,
                 data,
                 words,
-                extras,
+                state,
             )
-            for link in self.links:
+            for parcel in parcels:
+                parcel.claim(self.links)
+            for i, link in enumerate(self.links):
                 code.tell(link, wakes)
                 link.calls[number] = forwarded
+                if own is not None:
+                    message = (*message[:5], own[i].data, own[i].words, state)
+                    for parcel in own[i].parcels:
+                        parcel.claim((link,))
                 link.post(message, wakes)
             full = len(self.links[0].outgoing) >= _MANY
         del held
@@ -446,14 +473,13 @@ class HostSet:
                 name,
                 pickled.data,
                 pickled.words,
-                pickled.buffers,
             ),
             pickled.held,
         )
 
     def define_class(self, class_id: str, cls: type) -> None:
         pickled = _wire.dumps(cls, _Peer(self.all), cls)
-        message = (_wire.CLASS, class_id, pickled.data, pickled.words, pickled.buffers)
+        message = (_wire.CLASS, class_id, pickled.data, pickled.words)
         with LOCK:
             self._class_messages[class_id] = message
             for link in self.links:
@@ -464,13 +490,13 @@ class HostSet:
 
     def value(self, link: Link, message: Any, number: int, group: Group) -> Any:
         """The value of an answer, with handles for its arrays."""
-        _, _, specs, data, buffers = message
+        _, _, specs, data = message
         handles = [
             self._handle(link.specs[spec], group, number, leaf) for leaf, spec in enumerate(specs)
         ]
         if data is None:
             return handles[0]
-        return self.load(data, handles, buffers)
+        return self.load(data, handles)
 
     @staticmethod
     def _handle(spec: tuple[Any, ...], group: Group, number: int, leaf: int) -> Any:
@@ -478,8 +504,8 @@ class HostSet:
         handle._aiocolocated = Reference(group, number, leaf)
         return handle
 
-    def load(self, data: bytes, things: Sequence[Any], buffers: Any = None) -> Any:
-        return _wire.loads(data, things, self._class, buffers)
+    def load(self, data: bytes, things: Sequence[Any]) -> Any:
+        return _wire.loads(data, things, self._class)
 
     def load_error(self, parts: Any, host: str) -> BaseException:
         return _wire.load_error(parts, host)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers to, from and between hosts in other processes.
+
+An array is packed into parcels, a part for each host, which travels once however many of its devices
+want it. Between two hosts of one machine the parts do not pass through the controller: it passes on
+where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from aiocolocated import _compat
+from aiocolocated._channels import new_channel
+from aiocolocated._futures import ArrayFuture
+from aiocolocated._lifetimes import HERE
+from aiocolocated._remote_plans import RemoteSpecialization
+from aiocolocated._specializations import FunctionCode
+from aiocolocated._submission import submit
+from aiocolocated.hosts._parcels import Parcel
+from aiocolocated.hosts.inprocess import inprocess_host
+from aiocolocated.hosts.remote import group_of, hosts_of
+
+if TYPE_CHECKING:
+    from aiocolocated.hosts.remote import Group
+
+Index = tuple[tuple[int, int], ...]  # start and stop for each axis
+
+
+# --- on the hosts ---------------------------------------------------------------------------------------
+
+
+class _Parts:
+    """Parts of arrays, for the controller or for another host; no tree, so that they are not placed."""
+
+    def __init__(self, parts: list[tuple[Index, Parcel]]) -> None:
+        self.parts = parts
+
+
+def _place(
+    leaves: Sequence[tuple[tuple[int, ...], Any, Any, Sequence[tuple[Index, Parcel]]]],
+) -> list[Any]:
+    """Make arrays of which this host has some shards (body)."""
+    return [_make(*leaf) for leaf in leaves]
+
+
+def _make(
+    shape: tuple[int, ...], dtype: Any, sharding: Any, parts: Sequence[tuple[Index, Parcel]]
+) -> Any:
+    known = {index: parcel.arrays()[0] for index, parcel in parts}
+    shards: list[Any] = []
+    for device, slices in sharding.addressable_devices_indices_map(shape).items():
+        index = _index(slices, shape)
+        part = known.get(index)
+        if part is None:
+            part = known[index] = _assemble(index, dtype, known)
+        shards.append(jax.device_put(part, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _pack(arrays: Sequence[Any], wanted: Sequence[Sequence[int]], shared: bool) -> list[_Parts]:
+    """Pack the shards on some devices of this host (body)."""
+    packed: list[_Parts] = []
+    for array, devices in zip(arrays, wanted, strict=True):
+        shards = {shard.device.id: shard for shard in array.addressable_shards}
+        parts = [shards[i] for i in devices]
+        packed.append(
+            _Parts(
+                [
+                    (_index(s.index, array.shape), Parcel([np.asarray(s.data)], shared=shared))
+                    for s in parts
+                ]
+            )
+        )
+    return packed
+
+
+_place_code = FunctionCode(_place, inprocess_host())
+_pack_code = FunctionCode(_pack, inprocess_host())
+
+
+# --- indices ---------------------------------------------------------------------------------------------
+
+
+def _index(slices: Sequence[slice], shape: Sequence[int]) -> Index:
+    return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
+
+
+def _assemble(index: Index, dtype: Any, known: dict[Index, Any]) -> Any:
+    """A part of an array, from other parts of it that cover it."""
+    for other, array in known.items():
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(other, index, strict=True)):
+            inside = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(other, index, strict=True))
+            return array[inside]
+    made = np.empty([stop - start for start, stop in index], dtype)
+    for other, array in known.items():
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(other, index, strict=True)]
+        if all(start < stop for start, stop in common):
+            there = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(common, other, strict=True))
+            here = tuple(slice(s - c, e - c) for (s, e), (c, _) in zip(common, index, strict=True))
+            made[here] = array[there]
+    return made
+
+
+def _overlap(one: Index, other: Index) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+# --- on the controller -----------------------------------------------------------------------------------
+
+
+def is_remote(x: Any) -> bool:
+    """Whether an array, sharding or device belongs to hosts in other processes."""
+    if isinstance(x, jax.Array):
+        x = x.sharding
+    if isinstance(x, jax.sharding.Sharding):
+        x = next(iter(x.device_set))
+    return isinstance(x, _compat.Device) and hosts_of(x) is not None
+
+
+def _call(
+    code: FunctionCode,
+    group: Group,
+    devices: tuple[Any, ...],
+    args: list[Any],
+    reduce: Callable[[list[Any]], Any] | None = None,
+) -> ArrayFuture[Any]:
+    plan = RemoteSpecialization(code, None, None, devices, group, reduce=reduce)
+    plan.per_host = True
+    call: ArrayFuture[Any] = ArrayFuture._create(
+        plan, (args,), {}, new_channel(code.name), None, None, HERE, 0
+    )
+    plan.mark(call)
+    return submit(call)
+
+
+def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Put arrays where their shardings say, some of which belong to hosts (worker thread)."""
+    results: list[Any] = list(leaves)
+    shardings = [
+        jax.sharding.SingleDeviceSharding(s) if isinstance(s, _compat.Device) else s
+        for s in shardings
+    ]
+    local: dict[int, Any] = {}
+    remote: dict[Group, list[int]] = {}
+    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if is_remote(leaf) and leaf.sharding == sharding:
+            continue
+        if is_remote(sharding):
+            group = group_of(_compat.device_list(sharding))
+            assert group is not None
+            remote.setdefault(group, []).append(i)
+        else:
+            local[i] = leaf
+    if local:
+        fetched = get(list(local.values()))
+        for i, value in zip(local, fetched, strict=True):
+            results[i] = jax.device_put(value, shardings[i])
+    calls = [
+        (numbers, _put_group(group, [leaves[i] for i in numbers], [shardings[i] for i in numbers]))
+        for group, numbers in remote.items()
+    ]
+    for numbers, (call, wraps) in calls:
+        for i, made, wrap in zip(numbers, call.result(), wraps, strict=True):
+            results[i] = wrap(made)
+    return results
+
+
+def _put_group(
+    group: Group, leaves: Sequence[Any], shardings: Sequence[Any]
+) -> tuple[ArrayFuture[Any], list[Callable[[Any], Any]]]:
+    """Send arrays to a group of hosts; the call, and what makes results of the arrays it gives."""
+    per_host: list[list[Any]] = [[] for _ in group.links]
+    wraps: list[Callable[[Any], Any]] = []
+    devices: dict[Any, None] = {}
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        source, wrap = _source(leaf)
+        wraps.append(wrap)
+        shape, dtype = source.shape, source.dtype
+        if source is not leaf and isinstance(leaf, jax.Array):
+            sharding = _compat_sharding(leaf, sharding)
+        sharding.shard_shape(shape)  # raises if it does not fit
+        devices.update(dict.fromkeys(_compat.device_list(sharding)))
+        indices = {
+            device: _index(slices, shape)
+            for device, slices in sharding.devices_indices_map(shape).items()
+        }
+        parts = _parts_of(source) if isinstance(source, jax.Array) else None
+        for link, sent in zip(group.links, per_host, strict=True):
+            wanted = dict.fromkeys(i for d, i in indices.items() if d in link.devices)
+            if parts is not None:
+                chosen = [(i, p) for i, p in parts if any(_overlap(i, w) for w in wanted)]
+                if not chosen:  # of size zero
+                    chosen = parts[:1]
+            else:
+                chosen = [(w, Parcel([source[tuple(slice(*s) for s in w)]])) for w in wanted]
+            sent.append((shape, dtype, sharding, chosen))
+    args: list[Any] = [((leaves_of_host,), {}) for leaves_of_host in per_host]
+    return _call(_place_code, group, tuple(devices), args), wraps
+
+
+def _compat_sharding(key: Any, sharding: Any) -> Any:
+    """The sharding of the data behind typed keys that are sharded so: one more axis, not sharded."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = (*sharding.spec, *(None,) * (key.ndim - len(sharding.spec)), None)
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    return sharding
+
+
+def _source(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A leaf as an array with bytes, and what makes a leaf of such an array."""
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        impl = _compat.key_impl(leaf.dtype)
+        data = _compat.key_data(leaf)
+        return (
+            data if is_remote(data) else np.asarray(data),
+            lambda made: jax.random.wrap_key_data(made, impl=impl),
+        )
+    if is_remote(leaf):
+        return leaf, lambda made: made
+    data = np.asarray(leaf)
+    return data.astype(jax.dtypes.canonicalize_dtype(data.dtype), copy=False), lambda made: made
+
+
+def _parts_of(array: Any) -> list[tuple[Index, Parcel]]:
+    """The parts of an array on hosts, each once, still packed."""
+    return get_parts([array])[0]
+
+
+def get_parts(arrays: Sequence[Any]) -> list[list[tuple[Index, Parcel]]]:
+    """Have hosts pack arrays, each part once."""
+    groups: dict[Group, list[int]] = {}
+    for i, array in enumerate(arrays):
+        group = group_of(_compat.device_list(array.sharding))
+        assert group is not None
+        groups.setdefault(group, []).append(i)
+    results: list[list[tuple[Index, Parcel]]] = [[] for _ in arrays]
+    calls = []
+    for group, numbers in groups.items():
+        wanted: list[list[list[int]]] = [[] for _ in group.links]
+        for i in numbers:
+            array = arrays[i]
+            seen: set[Index] = set()
+            chosen: list[list[int]] = [[] for _ in group.links]
+            for device, slices in array.sharding.devices_indices_map(array.shape).items():
+                index = _index(slices, array.shape)
+                if index not in seen:
+                    seen.add(index)
+                    where = next(k for k, link in enumerate(group.links) if device in link.devices)
+                    chosen[where].append(device.id)
+            for k, ids in enumerate(chosen):
+                wanted[k].append(ids)
+        own = [arrays[i] for i in numbers]
+        args: list[Any] = [((own, ids, True), {}) for ids in wanted]
+        devices = _compat.device_list(own[0].sharding)
+        calls.append((numbers, _call(_pack_code, group, devices, args, reduce=list)))
+    for numbers, call in calls:
+        for packed in call.result():
+            for i, parts in zip(numbers, packed, strict=True):
+                results[i] += parts.parts
+    return results
+
+
+def get(leaves: Sequence[Any]) -> list[Any]:
+    """Fetch the arrays of hosts among some leaves, as :func:`jax.device_get` would (worker thread)."""
+    results: list[Any] = list(leaves)
+    remote: list[tuple[int, Any, Callable[[Any], Any]]] = []
+    for i, leaf in enumerate(leaves):
+        if is_remote(leaf):
+            source, wrap = _source(leaf)
+            remote.append((i, source, wrap))
+        else:
+            results[i] = jax.device_get(leaf)
+    if remote:
+        for (i, source, wrap), parts in zip(
+            remote, get_parts([source for _, source, _ in remote]), strict=True
+        ):
+            known = {index: parcel.arrays()[0] for index, parcel in parts}
+            whole: Index = tuple((0, n) for n in source.shape)
+            value = known.get(whole)
+            results[i] = wrap(_assemble(whole, source.dtype, known) if value is None else value)
+    return results
