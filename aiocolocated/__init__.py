@@ -46,6 +46,10 @@ from aiocolocated._exceptions import (
     WorkerLimitError as WorkerLimitError,
     WouldBlock as WouldBlock,
 )
+from aiocolocated._fanout import (
+    on_each_host as on_each_host,
+    one_device_per_host as one_device_per_host,
+)
 from aiocolocated._functions import (
     ColocatedFunction as ColocatedFunction,
     cache_info as cache_info,
@@ -142,6 +146,8 @@ __all__ = [
     "gather",
     "io_callback",
     "jax_scope",
+    "on_each_host",
+    "one_device_per_host",
     "open_hosts",
     "open_task_channel",
     "pure_callback",

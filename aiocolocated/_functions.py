@@ -19,6 +19,7 @@ from aiocolocated._exceptions import ArgumentError, SpecError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._owners import Owner, current_owner
 from aiocolocated._protocols import Args, Kwargs
+from aiocolocated._reducers import Reducer, reducer
 from aiocolocated._remote_plans import RemoteSpecialization, following
 from aiocolocated._specializations import FunctionCode, Specialization, no_devices
 from aiocolocated._submission import cancel_owned, settle_owned, submit
@@ -65,6 +66,7 @@ class ColocatedFunction(Generic[P, R]):
         "_keep",
         "_last",
         "_out_specs_fn",
+        "_reduce",
     )
 
     def __init__(
@@ -74,12 +76,14 @@ class ColocatedFunction(Generic[P, R]):
         out_specs_fn: Callable[..., Any] | None = None,
         devices: Devices | None = None,
         keep: object = None,
+        reduce: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self._base = base
         self._keep = keep  # of a method, its object
         self._in_specs = in_specs
         self._out_specs_fn = out_specs_fn
         self._devices = devices
+        self._reduce = reduce
         self._last: Specialization | None = None
         functools.update_wrapper(self, base.function)
 
@@ -191,6 +195,7 @@ class ColocatedFunction(Generic[P, R]):
             self._devices,
             _cache.function_key(self._out_specs_fn),
             self._in_specs_key(),
+            _cache.function_key(self._reduce),
         )
         make = functools.partial(self._specialize, args, kwargs, len(leaves), static, bool(futures))
         plan = self._base.cache.get(key, make)
@@ -257,14 +262,17 @@ class ColocatedFunction(Generic[P, R]):
             flat = tuple((x.aval, x.sharding) for x in args)
         if group is not None:
             assert devices is not None
-            return RemoteSpecialization(base, in_specs, self._out_specs_fn, devices, group, flat)
-        return Specialization(base, in_specs, self._out_specs_fn, devices, flat)
+            return RemoteSpecialization(
+                base, in_specs, self._out_specs_fn, devices, group, flat, self._reduce
+            )
+        return Specialization(base, in_specs, self._out_specs_fn, devices, flat, self._reduce)
 
     def specialize(
         self,
         in_specs: Any = None,
         out_specs_fn: Callable[..., Any] | None = None,
         devices: _compat.Device | Sequence[_compat.Device] | jax.sharding.Mesh | None = None,
+        reduce: Reducer | None = None,
     ) -> ColocatedFunction[P, R]:
         """A version of the function with more fixed in advance; each thing can be given once.
 
@@ -274,6 +282,10 @@ class ColocatedFunction(Generic[P, R]):
             out_specs_fn: called with the input specs as the function is with its arguments; returns
                 the pytree of specs that every result is checked against. Runs on a worker thread.
             devices: where to run; needed for calls without arrays.
+            reduce: makes one result of those of several hosts: a function of their list, in the order of
+                the hosts, or ``"list"``, ``"any"``, ``"all"``, ``"intersection"`` (of sets) or
+                ``"equal"``. Without it every host must give the same tree: global arrays, and Python
+                values that are equal. Runs on the controller; on one host its list has one result.
 
         Returns:
             A new function; the original is unchanged. Equal specializations share their entry in the
@@ -292,6 +304,7 @@ class ColocatedFunction(Generic[P, R]):
             ("in_specs", in_specs, self._in_specs),
             ("out_specs_fn", out_specs_fn, self._out_specs_fn),
             ("devices", devices, self._devices),
+            ("reduce", reduce, self._reduce),
         ):
             if new is not None and old is not None:
                 raise SpecError(f"{self._base.name}: {what} already specified")
@@ -308,6 +321,7 @@ class ColocatedFunction(Generic[P, R]):
             out_specs_fn or self._out_specs_fn,
             _specs.as_devices(devices) if devices is not None else self._devices,
             self._keep,
+            reducer(reduce) or self._reduce,
         )
 
     async def map(self, *iterables: Iterable[Any], limit: int | None = None) -> list[R]:

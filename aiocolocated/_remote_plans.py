@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RemoteSpecialization(Specialization):
     """A function prepared for one set of input specs and the devices of some hosts."""
 
-    __slots__ = ("group", "per_host", "place_ids", "reduce")
+    __slots__ = ("group", "per_host", "place_ids")
 
     def __init__(
         self,
@@ -35,10 +35,9 @@ class RemoteSpecialization(Specialization):
         flat: tuple[tuple[Any, Any], ...] | None = None,
         reduce: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        super().__init__(base, in_specs, out_specs_fn, devices, flat)
+        super().__init__(base, in_specs, out_specs_fn, devices, flat, reduce)
         self.group = group
         self.place_ids = tuple(device.id for device in devices)
-        self.reduce = reduce
         self.per_host = False  # the only argument is a list of (args, kwargs), one for each host
         self.special = True
 
@@ -117,5 +116,6 @@ def following(plan: Specialization, futures: Sequence[Any]) -> Specialization:
                 plan.out_specs_fn,
                 future._plan.devices,
                 future._group,
+                reduce=plan.reduce,
             )
     return plan

@@ -46,6 +46,7 @@ class Specialization:
         "name",
         "out_specs_fn",
         "per_call",
+        "reduce",
         "special",
     )
 
@@ -59,7 +60,9 @@ class Specialization:
         out_specs_fn: Callable[..., Any] | None,
         devices: Devices | None,
         flat: tuple[tuple[Any, Any], ...] | None = None,
+        reduce: Callable[[list[Any]], Any] | None = None,
     ) -> None:
+        self.reduce = reduce
         self._base = base
         self.name = base.name
         self.special = base.special  # whether `mark` has anything to note
@@ -76,7 +79,9 @@ class Specialization:
 
     def of_one_call(self) -> Specialization:
         """For one call of a specialization that is ``per_call``; ``bind`` completes it."""
-        return Specialization(self._base, self.in_specs, self.out_specs_fn, self.devices)
+        return Specialization(
+            self._base, self.in_specs, self.out_specs_fn, self.devices, None, self.reduce
+        )
 
     @property
     def host(self) -> str:
@@ -141,6 +146,8 @@ class Specialization:
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         """Check a result, place its NumPy leaves, and list its arrays."""
+        if self.reduce is not None:
+            value = self.reduce([value])
         if type(value) is ArrayImpl:
             single = self._single
             if self.out_specs_fn is None or (

@@ -21,6 +21,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "L0": ("_exceptions", "_compat", "_compat_hosts", "_types"),
     "L1": (
         "_specs",
+        "_reducers",
         "_values",
         "_serialization",
         "_cache",
@@ -61,6 +62,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_specializations",
         "_remote_plans",
         "_functions",
+        "_fanout",
         "_taskgroups",
         "_waiting",
         "_lifetimes",
