@@ -22,6 +22,9 @@ from aiocolocated._exceptions import AiocolocatedError
 # sees. Ids of hosts' devices start far from those of any process.
 _OWN_DEVICE = (1 << 31) - 2
 FIRST_DEVICE = 1 << 20
+_PER_PROCESS = (
+    2048  # ids of a process's CPU devices in a cluster of `jax.distributed` start at its multiples
+)
 _shapes: dict[tuple[tuple[int, ...], Any], Any] = {}
 
 
@@ -84,6 +87,11 @@ def become_host(mine: Sequence[int], process_of: Mapping[int, int]) -> None:
     _xla_bridge.register_backend_factory(
         "cpu", lambda: _create_client(mine, process_of), priority=0, fail_quietly=False
     )
+
+
+def cluster_device(process: int, number: int) -> int:
+    """The id that ``jax.distributed`` gives to a process's CPU device (all versions)."""
+    return process * _PER_PROCESS + number
 
 
 def make_handle(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -155,8 +155,12 @@ class _Same:
 class Server:
     """Serves one controller: takes its messages, and answers them."""
 
-    def __init__(self, name: str, transmit: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, name: str, transmit: Callable[[bytes], None], *, collectives: bool = False
+    ) -> None:
         self.name = name
+        # One for all calls over several hosts, whose order must be that of the other hosts.
+        self._collective = TaskChannel("collectives") if collectives else None
         self._transmit = transmit
         self._codes: dict[int, HostCode] = {}
         self._plans: dict[tuple[int, tuple[int, ...]], Specialization] = {}
@@ -255,6 +259,8 @@ class Server:
         else:
             plan = HostPlan(self, plan, data, things)
         where = self._channels.get(channel)
+        if self._collective is not None and len({d.process_index for d in plan.devices}) > 1:
+            where = self._collective
         if where is None:
             where = self._channels[channel] = new_channel(f"channel-{channel} of the controller")
         call: ArrayFuture[Any] = ArrayFuture._create(plan, args, {}, where, None, None, HERE, 0)
@@ -409,13 +415,18 @@ def main() -> None:
     config = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_controller, name="aiocolocated-parent", daemon=True).start()
     sys.path[:] = config["sys_path"]
-    _compat_hosts.become_host(
-        config["devices"], {int(k): v for k, v in config["process_of"].items()}
-    )
     jax.config.update("jax_platforms", "cpu")
+    cluster = config.get("cluster")
+    if cluster is None:
+        process_of = {int(k): v for k, v in config["process_of"].items()}
+        _compat_hosts.become_host(config["devices"], process_of)
+    else:
+        jax.config.update("jax_num_cpu_devices", len(config["devices"]))
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(**cluster)
     inprocess_host().name = config["name"]
     connection = connect(config)
-    server = Server(config["name"], connection.send)
+    server = Server(config["name"], connection.send, collectives=cluster is not None)
     _parcels.release_to[config["parent"]] = server.release
     with LOCK:
         _service.watch(+1)  # what is dropped is told of there

@@ -25,6 +25,9 @@ class RemoteSpecialization(Specialization):
 
     __slots__ = ("group", "per_host", "place_ids")
 
+    follows = False  # it needs its code on the hosts, and arguments
+    opens = False  # a stream
+
     def __init__(
         self,
         base: FunctionCode,
@@ -59,8 +62,13 @@ class RemoteSpecialization(Specialization):
     def mark(self, call: Call) -> None:
         call._group = self.group
         call._light = True
-        call._waits_here = self.in_specs is not None
-        call._object = self._base.object
+        # What fails on one host only must not keep others waiting for it.
+        call._waits_here = self.in_specs is not None or self.group.collective
+        owner = self._base.object
+        if owner is not None:  # its gate and its thread are those of the instance, on the hosts
+            call._object = owner
+            if self.group not in owner.places:
+                owner.called_on(self.group, self.devices)
 
     @property
     def asynchronous(self) -> bool:
@@ -72,8 +80,7 @@ class RemoteSpecialization(Specialization):
 
     def make_code(self, hosts: HostSet) -> Code:
         """What hosts have to be told of the function."""
-        base = self._base
-        return hosts.function_code(base.function, base.kind, base.name)
+        return self._base.make_code(hosts)
 
     def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
         """Put values in place of futures, and check the specs that could not be checked."""

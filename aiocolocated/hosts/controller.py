@@ -107,13 +107,19 @@ class Hosts:
         n: int,
         cpu_devices: int,
         interface: str,
+        collectives: bool,
     ) -> None:
         global _next_device
-        first, _next_device = _next_device, _next_device + n * cpu_devices
-        self._process_of = {first + i: i // cpu_devices for i in range(n * cpu_devices)}
+        if collectives:  # a cluster has ids of its own
+            ids = [_compat_hosts.cluster_device(i, k) for i in range(n) for k in range(cpu_devices)]
+        else:
+            first, _next_device = _next_device, _next_device + n * cpu_devices
+            ids = list(range(first, _next_device))
+        self._process_of = {device: i // cpu_devices for i, device in enumerate(ids)}
+        self._coordinator: str | None = None
         devices = _compat_hosts.detached_devices(self._process_of)
         per_host = [devices[i * cpu_devices : (i + 1) * cpu_devices] for i in range(n)]
-        self._set = HostSet("host", per_host)
+        self._set = HostSet("host", per_host, collectives=collectives)
         self._hosts = tuple(RemoteHost(link) for link in self._set.links)
         self.devices: tuple[Any, ...] = tuple(devices)
         self._launcher = launcher
@@ -248,6 +254,9 @@ class Hosts:
             self._end_all()
 
     def _start_all(self) -> None:
+        if self._set.collectives:
+            with socket.create_server((self._interface, 0)) as free:
+                self._coordinator = f"{self._interface}:{free.getsockname()[1]}"
         for host in self._hosts:
             self._start(host)
         self._wait_until_up(self._hosts)
@@ -266,6 +275,13 @@ class Hosts:
                 "process_of": {str(k): v for k, v in self._process_of.items()},
                 "sys_path": sys.path,
                 "parent": os.getpid(),
+                "cluster": None
+                if self._coordinator is None
+                else {
+                    "coordinator_address": self._coordinator,
+                    "num_processes": len(self._hosts),
+                    "process_id": link.process_index,
+                },
             }
         )
 
@@ -356,6 +372,12 @@ class Hosts:
         host.connection.close()
         if host.process is not None:
             host.process.kill()
+        if self._set.collectives:  # its peers wait for it, or will
+            for other in self._hosts:
+                if other._link.lost is None:
+                    self._lost(
+                        other, f"it was in one cluster with {host.name}, which was lost ({why})"
+                    )
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -430,11 +452,16 @@ def open_hosts(
     environment: Mapping[str, str] | None = None,
     launcher: Launcher | None = None,
     interface: str = "127.0.0.1",
+    collectives: bool = False,
 ) -> Hosts:
     """Start hosts."""
     if kind != "processes":
         raise ValueError(f"kind must be 'processes', got {kind!r}")
     _sockets.require_zmq()
     return Hosts(
-        launcher or LocalLauncher(environment), n=n, cpu_devices=cpu_devices, interface=interface
+        launcher or LocalLauncher(environment),
+        n=n,
+        cpu_devices=cpu_devices,
+        interface=interface,
+        collectives=collectives,
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _FORGET_AFTER = 0.005  # seconds that dropped handles are collected
 _MANY = 64  # messages that are sent although more may come
 
-FUTURE, CODE = -1, -2  # in place of the number of an array
+FUTURE, CODE, STREAM = -1, -2, -3  # in place of the number of an array
 
 
 class Reference:
@@ -183,6 +183,10 @@ class Link:
         if self.lost is not None:
             raise HostLostError(*self.lost.args)
 
+    def has(self, generation: int) -> bool:
+        """Whether what it was told in a generation is there."""
+        return self.lost is None and self.generation == generation
+
 
 class Group:
     """The hosts of some devices, in order; there is one of each."""
@@ -192,6 +196,8 @@ class Group:
         self.links = links
         self.name = ", ".join(link.name for link in links)
         self.epochs = tuple(link.generation for link in links)
+        # Bodies may wait for each other: all hosts run the same ones, in the same order.
+        self.collective = hosts.collectives and len(links) > 1
 
     def send(
         self,
@@ -204,6 +210,9 @@ class Group:
         wakes: Wakes,
     ) -> None:
         """Send a call to every host, at the same place among what they get (worker thread)."""
+        if plan.follows:
+            self._send_step(call, plan, wakes)
+            return
         hosts = self.hosts
         held: Any = args
         own: list[_wire.Pickled] | None = None
@@ -215,12 +224,7 @@ class Group:
         elif plan.flat is not None and not call._convert:
             words = tuple([reference_of(x).word(self) for x in args])
         else:
-            try:
-                pickled = _wire.dumps((args, kwargs), _Peer(self))
-            except (HostError, MemoryError):
-                raise
-            except Exception as error:
-                raise _wire.describe_failure(error, f"an argument of {plan.name}") from error
+            pickled = self.pickle((args, kwargs), f"an argument of {plan.name}")
             data, words, parcels = pickled.data, pickled.words, pickled.parcels
             held = pickled.held
             words = tuple(w.reference.word(self)[0] if type(w) is Late else w for w in words)
@@ -229,14 +233,18 @@ class Group:
             named = (_compat.snapshot_by_name(config or ()), options)
             state = _wire.dumps(named, _Peer(self)).data
         code = hosts.code_of(plan)
+        code.prepare(self, plan._base)
         channel = call._channel
         with LOCK:
             for link in self.links:
                 link.check()
+                code.check(link)
             number = next(hosts.numbers)
             forwarded = Forwarded(call, self, number, plan)
             if not call._is_sent(forwarded, wakes):
                 return
+            if plan.opens:
+                plan.opened(number)
             message = (
                 _wire.CALL,
                 number,
@@ -263,6 +271,41 @@ class Group:
             for link in self.links:
                 link.flush()
 
+    def _send_step(self, call: RunnableCall, plan: Any, wakes: Wakes) -> None:
+        """Send what needs nothing but the number of what it is for: a step of a stream, or a closing."""
+        while True:
+            links = plan.links()
+            group = self.hosts.group(links) if links else self
+            with LOCK:
+                if plan.links() != links:  # one was lost meanwhile
+                    continue
+                number = next(self.hosts.numbers)
+                forwarded = Forwarded(call, group, number, plan)
+                if not call._is_sent(forwarded, wakes):
+                    return
+                if not links:
+                    call._over_there(plan.nothing, None, False, wakes)
+                    return
+                message = plan.message(number)
+                for link in links:
+                    link.calls[number] = forwarded
+                    link.post(message, wakes)
+                return
+
+    def pickle(self, value: Any, what: str) -> _wire.Pickled:
+        """Pickle a value for these hosts.
+
+        Raises:
+            HostError: it has arrays of other hosts.
+            ArgumentError: it cannot be sent.
+        """
+        try:
+            return _wire.dumps(value, _Peer(self))
+        except (HostError, MemoryError):
+            raise
+        except Exception as error:
+            raise _wire.describe_failure(error, what) from error
+
 
 class Forwarded:
     """A call that runs on other hosts."""
@@ -280,6 +323,9 @@ class Forwarded:
         self.value: Any = None
 
     def cancel(self, wakes: Wakes) -> None:
+        """Have the hosts cancel it, unless one that has begun would wait for the others."""
+        if self.group.collective:
+            return
         for link in self.group.links:
             if self.number in link.calls:
                 link.post((_wire.CANCEL, self.number), wakes)
@@ -355,7 +401,7 @@ class Forwarded:
                 raise SpecError(
                     f"{self.plan.name} returned different results on {links[0].name} and {link.name}. "
                     "Return global arrays and equal values, or say how they are put together: "
-                    "specialize(reduce=list)"
+                    "specialize(reduce='list')"
                 )
         return self.group.hosts.value(links[0], first, self.number, self.group)
 
@@ -392,6 +438,16 @@ class Code:
         self._needs = codes
         return self
 
+    def prepare(self, group: Group, base: Any) -> None:
+        """Pickle what hosts have to be told of it, and are told each for itself (worker thread)."""
+        for code in self._needs:
+            code.prepare(group, base)
+
+    def check(self, link: Link) -> None:
+        """Raise if a host cannot be told (under the lock)."""
+        for code in self._needs:
+            code.check(link)
+
     def tell(self, link: Link, wakes: Wakes) -> None:
         """Tell a host, unless it knows (under the lock)."""
         if self._told.get(link) != link.generation:
@@ -404,8 +460,11 @@ class Code:
 class HostSet:
     """All hosts of one controller."""
 
-    def __init__(self, name: str, devices: Sequence[Sequence[Any]]) -> None:
+    def __init__(
+        self, name: str, devices: Sequence[Sequence[Any]], *, collectives: bool = False
+    ) -> None:
         self.name = name
+        self.collectives = collectives
         self.links = tuple(
             Link(self, f"{name}-{i}", i, tuple(own)) for i, own in enumerate(devices)
         )
@@ -445,11 +504,16 @@ class HostSet:
         base = plan._base
         code = self._codes.get(base)
         if code is None:
-            with self._lock:
-                code = self._codes.get(base)
-                if code is None:
-                    code = self._codes[base] = plan.make_code(self)
+            code = self.code_for(base, lambda: plan.make_code(self))
         return code
+
+    def code_for(self, key: Any, make: Callable[[], Code]) -> Code:
+        """The code that a function, class or method has here, made by ``make`` if there is none."""
+        with self._lock:
+            code = self._codes.get(key)
+            if code is None:
+                code = self._codes[key] = make()
+            return code
 
     def function_code(self, function: Callable[..., Any], kind: str, name: str) -> Code:
         """Ship a function or class.
@@ -476,6 +540,16 @@ class HostSet:
             ),
             pickled.held,
         )
+
+    def method_code(self, of: Code, getter: Any, kind: str, name: str) -> Code:
+        """Ship how a method is got from its object."""
+        pickled = _wire.dumps(getter, _Peer(self.all))
+        code = Code(
+            self,
+            lambda number: (_wire.METHOD, number, of.number, kind, name, pickled.data),
+            pickled.held,
+        )
+        return code.after(of)
 
     def define_class(self, class_id: str, cls: type) -> None:
         pickled = _wire.dumps(cls, _Peer(self.all), cls)
@@ -505,7 +579,11 @@ class HostSet:
         return handle
 
     def load(self, data: bytes, things: Sequence[Any]) -> Any:
-        return _wire.loads(data, things, self._class)
+        loading.hosts = self
+        try:
+            return _wire.loads(data, things, self._class)
+        finally:
+            loading.hosts = None
 
     def load_error(self, parts: Any, host: str) -> BaseException:
         return _wire.load_error(parts, host)
@@ -574,6 +652,16 @@ def hosts_of(device: Any) -> HostSet | None:
     return None if link is None else link.hosts
 
 
+def any_hosts() -> bool:
+    """Whether there are hosts in other processes."""
+    return bool(_by_device)
+
+
+def link_of(device: Any) -> Link | None:
+    """The host of a device; ``None`` for those of this process."""
+    return _by_device.get(device)
+
+
 def group_of(devices: Devices | None) -> Group | None:
     """The hosts of devices; ``None`` for devices of this process.
 
@@ -599,9 +687,21 @@ def group_of(devices: Devices | None) -> Group | None:
     return found
 
 
-def find_device(platform: str, device_id: int) -> Any:
-    """The device of a host by its id, or ``None``."""
-    return next((d for d in list(_by_device) if d.id == device_id), None)
+class _Loading(threading.local):
+    hosts: HostSet | None = None  # whose message this thread reads
 
 
-_serialization.device_finders.append(find_device)
+loading = _Loading()
+
+
+def _find_device(platform: str, device_id: int) -> Any:
+    """The device that a host's message means, or ``None``: several sets of hosts may use one id."""
+    if loading.hosts is not None:
+        for link in loading.hosts.links:
+            for device in link.devices:
+                if device.id == device_id:
+                    return device
+    return None
+
+
+_serialization.device_finders.append(_find_device)
