@@ -21,7 +21,10 @@ from aiocolocated._channels import (
 from aiocolocated._classes import colocated_python_class as colocated_python_class
 from aiocolocated._contexts import jax_scope as jax_scope
 from aiocolocated._decorators import colocated_python as colocated_python
-from aiocolocated._devices import colocated_cpu_devices as colocated_cpu_devices
+from aiocolocated._devices import (
+    colocated_cpu_devices as colocated_cpu_devices,
+    one_device_per_host as one_device_per_host,
+)
 from aiocolocated._effects import effects_barrier as effects_barrier
 from aiocolocated._exceptions import (
     AiocolocatedError as AiocolocatedError,
@@ -46,10 +49,7 @@ from aiocolocated._exceptions import (
     WorkerLimitError as WorkerLimitError,
     WouldBlock as WouldBlock,
 )
-from aiocolocated._fanout import (
-    on_each_host as on_each_host,
-    one_device_per_host as one_device_per_host,
-)
+from aiocolocated._fanout import on_each_host as on_each_host
 from aiocolocated._functions import (
     ColocatedFunction as ColocatedFunction,
     cache_info as cache_info,
@@ -81,13 +81,14 @@ from aiocolocated._waiting import (
     gather as gather,
     wait_until_ready as wait_until_ready,
 )
+from aiocolocated.hosts._views import HostStatistics as HostStatistics
 from aiocolocated.hosts.controller import (
     Hosts as Hosts,
     RemoteHost as RemoteHost,
     open_hosts as open_hosts,
 )
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "AiocolocatedError",
@@ -110,6 +111,7 @@ __all__ = [
     "HostError",
     "HostLostError",
     "HostStartError",
+    "HostStatistics",
     "Hosts",
     "JittedFunction",
     "NotShippableError",

@@ -83,7 +83,7 @@ class Call:
     _object: CallCounter | None = None  # whose method this is
     _gate: Gate[Any] | None = None  # of that object, or of all transfers
     _size: int = 0  # bytes, of a transfer
-    _look: Callable[[Any], Sequence[Any]] | None = None  # comes before the body, see `_look_ahead`
+    _look: Callable[[Any], Sequence[Any] | None] | None = None  # comes before the body, see `_look_ahead`
     _inputs: Poll | None = None  # watches the arrays that the call waits for, once it has looked
     _group: Any = None  # the hosts that it goes to, if they are other processes
     _sent: bool = False  # to them

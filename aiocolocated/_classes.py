@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from aiocolocated import _compat, _specs
+from aiocolocated import _compat, _serialization, _specs
 from aiocolocated._exceptions import ArgumentError
 from aiocolocated._proxies import (
     SYNCHRONOUS,
@@ -25,6 +25,7 @@ from aiocolocated._proxies import (
     of_instance,
 )
 from aiocolocated._specializations import Kind, kind_of
+from aiocolocated.hosts import _wire
 
 if TYPE_CHECKING:
     import jax
@@ -141,6 +142,7 @@ def colocated_python_class(
     devices: Any = None,
     read_ahead: int | None = None,
     dedicated_thread: bool = False,
+    recreate: bool = False,
 ) -> type[ColocatedObject]: ...
 @overload
 def colocated_python_class(
@@ -149,6 +151,7 @@ def colocated_python_class(
     devices: Any = None,
     read_ahead: int | None = None,
     dedicated_thread: bool = False,
+    recreate: bool = False,
 ) -> Callable[[type[Any]], type[ColocatedObject]]: ...
 def colocated_python_class(
     cls: type[Any] | None = None,
@@ -158,12 +161,15 @@ def colocated_python_class(
     devices: _compat.Device | Sequence[_compat.Device] | jax.sharding.Mesh | None = None,
     read_ahead: int | None = None,
     dedicated_thread: bool = False,
+    recreate: bool = False,
 ) -> Any:
     """Make a class whose instances live on hosts, next to the devices.
 
     Making an object makes nothing on the host yet. The real instance is made there by its first
     method call, on a worker thread; what its constructor raises is raised by that call, and the next
     one tries again. Its class is shipped as a colocated function is, its constructor's arguments too.
+    Every host that methods are called on makes an instance of its own. A call without arrays goes where
+    the other calls of the object went.
 
     Args:
         cls: a plain class; it is not changed, and is the result's ``__wrapped__``.
@@ -173,6 +179,8 @@ def colocated_python_class(
             ``async for`` over the object itself, too.
         dedicated_thread: run the constructor, every method and the closing on one thread of the
             object's own, for what is bound to a thread (an SQLite connection). Plain methods only.
+        recreate: make the object anew, with the same constructor arguments, where a host process was
+            lost and restarted. Without it the calls on that host raise :exc:`HostLostError` from then on.
 
     Returns:
         A class. ``isinstance(obj, result)`` is true, ``isinstance(obj, cls)`` is not. Of the methods,
@@ -214,6 +222,7 @@ def colocated_python_class(
             devices=devices,
             read_ahead=read_ahead,
             dedicated_thread=dedicated_thread,
+            recreate=recreate,
         )
     given: Any = cls
     if not isinstance(given, type):
@@ -235,6 +244,7 @@ def colocated_python_class(
         devices=where,
         read_ahead=read_ahead,
         dedicated_thread=dedicated_thread,
+        recreate=recreate,
     )
     return types.new_class(
         cls.__name__,
@@ -242,6 +252,25 @@ def colocated_python_class(
         {"_aiocolocated": True},
         lambda own: own.update(namespace),
     )
+
+
+def _reduce(cls: type[ColocatedObject]) -> Any:
+    """To other hosts a colocated class goes as what it was made of; there is one of it on each."""
+    info: ClassInfo = cls._aiocolocated_class
+    make = functools.partial(
+        colocated_python_class,
+        info.cls,
+        max_concurrency=info.max_concurrency,
+        devices=info.devices,
+        read_ahead=info.read_ahead,
+        dedicated_thread=info.dedicated_thread,
+        recreate=info.recreate,
+    )
+    return _wire._make_class, (_wire.id_of_class(cls), make)
+
+
+_serialization.carry_classes_by_reference(ColocatedObject)
+_wire.register_class_reducer(ColocatedObject, _reduce)
 
 
 def _refuse_coroutines(cls: type[Any]) -> None:

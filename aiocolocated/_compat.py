@@ -9,8 +9,10 @@ Each shim names the versions that need it. Everything here was run on JAX 0.10.0
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
+import inspect
 import logging
 import sys
 import threading
@@ -30,6 +32,7 @@ from jax._src import (
     dispatch as _dispatch,
     mesh as _mesh,
     source_info_util as _source_info,
+    tree_util as _tree_util,
 )
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import mlir as _mlir, pxla as _pxla
@@ -173,6 +176,40 @@ def is_by_reference(obj: object) -> bool:
         or kind is jax.custom_vjp
         or isinstance(obj, jax.Array)
     )
+
+
+# --- pytrees --------------------------------------------------------------------------------------
+
+
+def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """A function of JAX and its arguments that register a class as a pytree once more.
+
+    For other processes. JAX tells only the functions that a class was registered with (JAX 0.10 to 0.12);
+    without them such a class is a leaf there. Names of its children in paths are lost, unless the class
+    has ``tree_flatten_with_keys``.
+    """
+    entry = getattr(_tree_util, "_registry", {}).get(cls)
+    if entry is None:
+        return None
+    flatten, unflatten = entry
+    if getattr(flatten, "__module__", None) == _tree_util.__name__ and hasattr(flatten, "__code__"):
+        names = inspect.getclosurevars(flatten).nonlocals
+        data, meta = names.get("data_fields"), names.get("meta_fields")
+        if data is not None and meta is not None:
+            fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+            dropped = {f.name for f in fields if f.init} - {*data, *meta}
+            return _register_dataclass, (cls, list(data), list(meta), tuple(dropped))
+    if hasattr(cls, "tree_flatten_with_keys"):
+        with_keys = methodcaller("tree_flatten_with_keys")
+        register = jax.tree_util.register_pytree_with_keys
+        return register, (cls, with_keys, unflatten, flatten)
+    return jax.tree_util.register_pytree_node, (cls, flatten, unflatten)
+
+
+def _register_dataclass(
+    cls: type, data: list[str], meta: list[str], dropped: tuple[str, ...]
+) -> None:
+    jax.tree_util.register_dataclass(cls, data, meta, drop_fields=dropped)
 
 
 # --- execution streams ----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU devices beside accelerators."""
+"""The CPU devices beside accelerators, and one device of each host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax
 
 from aiocolocated import _compat, _specs
 from aiocolocated._exceptions import SpecError
+from aiocolocated.hosts.controller import Hosts
+from aiocolocated.hosts.remote import link_of
 
 
 @overload
@@ -54,3 +56,34 @@ def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
             "devices; before JAX starts, set jax.config.update('jax_num_cpu_devices', n) with at "
             "least one for each accelerator of the process"
         ) from error
+
+
+def one_device_per_host(devices: Any) -> tuple[_compat.Device, ...]:
+    """The first of the given devices on each host: for calls that run once on every host.
+
+    Args:
+        devices: devices, a mesh, or the hosts of :func:`open_hosts`.
+
+    Returns:
+        Devices, in the order in which their hosts first appear.
+
+    Raises:
+        SpecError: ``devices`` are none.
+
+    Example:
+        >>> ask = newest_step.specialize(devices=one_device_per_host(mesh), reduce="list")
+        >>> steps = await ask()                    # one for each host
+
+    .. versionadded:: 0.4
+    """
+    first: dict[Any, _compat.Device] = {}
+    for device in devices.devices if isinstance(devices, Hosts) else _specs.as_devices(devices):
+        first.setdefault(link_of(device) or device.process_index, device)
+    return tuple(first.values())
+
+
+def spread_over(devices: Any) -> tuple[_compat.Device, ...]:
+    """The devices that independent calls are spread over: those given, or one of each host."""
+    return (
+        one_device_per_host(devices) if isinstance(devices, Hosts) else _specs.as_devices(devices)
+    )

@@ -9,13 +9,15 @@ import inspect
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, cast
+
+import jax
 
 from aiocolocated import _compat, _contexts, _readiness, _service, _settings, _shipping, _specs
 from aiocolocated._callback_errors import unwrapped
 from aiocolocated._calls import Call
 from aiocolocated._coroutines import CoroutineBody
-from aiocolocated._exceptions import CallCancelledError
+from aiocolocated._exceptions import CallCancelledError, HostLostError, SpecError
 from aiocolocated._hostloop import host_loop
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
@@ -137,14 +139,14 @@ class RunnableCall(Call):
         """Find out what the call has to wait for, and let it take its turn again.
 
         For calls whose needs are in their arguments' values: they wait in their channel for arrays that
-        are still computing, or for room, without a thread. False if the call was cancelled meanwhile.
+        are still computing, or for room, without a thread. False if it may go on at once, or was
+        cancelled meanwhile.
         """
         look, self._look = self._look, None
         assert look is not None
-        if self._convert:
-            self._convert = False
-            self._args, self._kwargs = self._bind(self._args, self._kwargs)
         arrays = look(self)
+        if arrays is None:
+            return False
         pending = not _compat.all_ready(arrays)
         with LOCK:
             if self._state != RUNNING:
@@ -156,6 +158,19 @@ class RunnableCall(Call):
                 self._blocked += 1
                 self._inputs = _readiness.when_ready(arrays, self._inputs_ready)
         return True
+
+    def _bind_now(self) -> None:
+        """Make the arguments what the body is to see."""
+        if self._convert:
+            self._convert = False
+            self._args, self._kwargs = self._bind(self._args, self._kwargs)
+
+    def _take_values(self) -> None:
+        """Put the values of futures in their place, and no more."""
+        values = self._values(self._args, self._kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((self._args, self._kwargs))
+        leaves = [values.get(id(x), x) for x in leaves]
+        self._args, self._kwargs = jax.tree_util.tree_unflatten(tree, leaves)
 
     def _inputs_ready(self) -> None:
         """The poller found every array computed (service thread)."""
@@ -283,7 +298,12 @@ class RunnableCall(Call):
         self._sent = False
         self._body = None
         if self._state >= READY:
-            if error is not None and not isinstance(error, CallCancelledError):
+            if (
+                self._state == CANCELLED  # else its error has been told
+                and error is not None
+                and cast("Any", self._plan).asynchronous
+                and not isinstance(error, _NOT_OF_BODIES)
+            ):
                 self._report_late(error)
         elif error is not None:
             traceback = get_traceback(error)
@@ -333,7 +353,11 @@ class RunnableCall(Call):
     def _bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with the futures' values in place of the futures."""
+        """Arguments as the body sees them."""
+        return self._plan.bind(args, kwargs, self._values(args, kwargs))
+
+    def _values(self, args: Args, kwargs: Kwargs) -> dict[int, Any]:
+        """The values of the futures among the arguments, by their ids."""
         wakes = Wakes()
         values: dict[int, Any] = {}
         try:
@@ -351,13 +375,19 @@ class RunnableCall(Call):
                     values[id(dependency)] = value
         finally:
             wakes.pay()
-        return self._plan.bind(args, kwargs, values)
+        return values
 
     def _as_error(self, error: BaseException) -> BaseException:
         """The exception that waiters get: traceback from the body on, notes attached once."""
         error = unwrapped(error)
         set_traceback(error, from_body(get_traceback(error)))
         error = as_raisable(error, self._plan.name)
+        if isinstance(error, jax.errors.JaxRuntimeError) and _NOT_HERE in str(error):
+            with contextlib.suppress(Exception):
+                error.add_note(
+                    "an array that is on another host took part in a computation of this process: compute "
+                    "in a colocated function, or fetch it with 'await device_get(x)'"
+                )
         try:
             notes: Sequence[str] = getattr(error, "__notes__", ())
             if not any(note.startswith("colocated call ") for note in notes):
@@ -392,6 +422,12 @@ class RunnableCall(Call):
             self._computed(wakes)
         wakes.pay()
 
+
+# What JAX says of a program with a device of another process's client.
+_NOT_HERE = "Unknown PjRt global device ID"
+
+# Errors of a cancelled call on other hosts that tell nothing of its clean-up there.
+_NOT_OF_BODIES = (CallCancelledError, HostLostError, SpecError)
 
 # Results that need no more than a look.
 _QUICK_RESULTS = frozenset({ArrayImpl, type(None), bool, int, float, str})

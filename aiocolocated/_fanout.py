@@ -6,40 +6,14 @@ from __future__ import annotations
 import sys
 from typing import Any, ParamSpec, TypeVar
 
-from aiocolocated import _compat, _specs
 from aiocolocated._channels import new_channel
+from aiocolocated._devices import one_device_per_host
 from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._submission import submit
-from aiocolocated.hosts.controller import Hosts
-from aiocolocated.hosts.remote import link_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def one_device_per_host(devices: Any) -> tuple[_compat.Device, ...]:
-    """The first of the given devices on each host: for calls that run once on every host.
-
-    Args:
-        devices: devices, a mesh, or the hosts of :func:`open_hosts`.
-
-    Returns:
-        Devices, in the order in which their hosts first appear.
-
-    Raises:
-        SpecError: ``devices`` are none.
-
-    Example:
-        >>> ask = newest_step.specialize(devices=one_device_per_host(mesh), reduce="list")
-        >>> steps = await ask()                    # one for each host
-
-    .. versionadded:: 0.4
-    """
-    first: dict[Any, _compat.Device] = {}
-    for device in devices.devices if isinstance(devices, Hosts) else _specs.as_devices(devices):
-        first.setdefault(link_of(device) or device.process_index, device)
-    return tuple(first.values())
 
 
 def on_each_host(

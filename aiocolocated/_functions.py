@@ -15,17 +15,19 @@ from jax.core import Tracer
 from aiocolocated import _cache, _compat, _serialization, _settings, _specs, _values
 from aiocolocated._calls import Call
 from aiocolocated._channels import TaskChannel, current_channel, new_channel
+from aiocolocated._devices import spread_over
 from aiocolocated._exceptions import ArgumentError, SpecError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._owners import Owner, current_owner
 from aiocolocated._protocols import Args, Kwargs
 from aiocolocated._reducers import Reducer, reducer
-from aiocolocated._remote_plans import RemoteSpecialization, following
+from aiocolocated._remote_plans import RemoteSpecialization, following, reroute
 from aiocolocated._specializations import FunctionCode, Specialization, no_devices
 from aiocolocated._submission import cancel_owned, settle_owned, submit
 from aiocolocated._types import READY
+from aiocolocated.hosts import _wire
 from aiocolocated.hosts.inprocess import inprocess_host
-from aiocolocated.hosts.remote import group_of
+from aiocolocated.hosts.remote import group_of, hosts_are_open
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -161,6 +163,8 @@ class ColocatedFunction(Generic[P, R]):
         if convert:
             call._futures = futures or None
             call._convert = True
+            if plan.devices is None and futures and hosts_are_open():
+                call._look = reroute  # the futures' values may turn out to be on other hosts
         return call  # type: ignore[no-any-return]
 
     def _specialization(
@@ -189,15 +193,21 @@ class ColocatedFunction(Generic[P, R]):
             else:
                 parts.append(None)  # a Python value: its specialization is that of any other value
                 static = True
+        devices = self._devices
+        if devices is None and self._base.object is not None and self._in_specs is None:
+            told = any(isinstance(leaf, (jax.Array, ArrayFuture)) for leaf in leaves)
+            devices = None if told else self._base.object.devices_of_home()
         key = (
             tree,
             tuple(parts),
-            self._devices,
+            devices,
             _cache.function_key(self._out_specs_fn),
             self._in_specs_key(),
             _cache.function_key(self._reduce),
         )
-        make = functools.partial(self._specialize, args, kwargs, len(leaves), static, bool(futures))
+        make = functools.partial(
+            self._specialize, args, kwargs, devices, len(leaves), static, bool(futures)
+        )
         plan = self._base.cache.get(key, make)
         if plan is not self._last:
             if self._last is None:
@@ -221,6 +231,7 @@ class ColocatedFunction(Generic[P, R]):
         self,
         args: Args,
         kwargs: Kwargs,
+        devices: Devices | None,
         count: int,
         static: bool,
         late: bool,
@@ -237,7 +248,6 @@ class ColocatedFunction(Generic[P, R]):
             error = _specs.difference(what, self._in_specs, (args, kwargs), name_path)
             if error is not None:
                 raise error
-        devices = self._devices
         if devices is None and self._in_specs is not None:
             devices = _spec_devices(self._in_specs)
         with_path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
@@ -324,7 +334,9 @@ class ColocatedFunction(Generic[P, R]):
             reducer(reduce) or self._reduce,
         )
 
-    async def map(self, *iterables: Iterable[Any], limit: int | None = None) -> list[R]:
+    async def map(
+        self, *iterables: Iterable[Any], limit: int | None = None, devices: Any = None
+    ) -> list[R]:
         """Call the function on every item, concurrently, and return the results in order.
 
         Like ``[await f(x) for x in xs]``, with a channel of its own for each call. Items are taken
@@ -332,7 +344,9 @@ class ColocatedFunction(Generic[P, R]):
 
         Args:
             *iterables: one per positional argument, as for :func:`map`; they end with the shortest.
-            limit: calls under way at once; default ``worker_limit``.
+            limit: calls under way at once; default ``worker_limit``, with ``devices`` two for each.
+            devices: spread the calls over these devices, or the hosts of :func:`open_hosts` (one device
+                each): every call goes to the one with the fewest calls under way.
 
         Raises:
             Exception: the first error, after the other calls were cancelled and none runs any more.
@@ -343,9 +357,13 @@ class ColocatedFunction(Generic[P, R]):
 
         Example:
             >>> images = await decode.map(files, limit=8)
+            >>> tokens = await tokenize.map(texts, devices=hosts)
         """
+        lanes: list[_Lane] = []
+        if devices is not None:
+            lanes = [_Lane(self.specialize(devices=device)) for device in spread_over(devices)]
         if limit is None:
-            limit = _settings.current.worker_limit
+            limit = 2 * len(lanes) or _settings.current.worker_limit
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
         frame = sys._getframe(1)
@@ -357,9 +375,11 @@ class ColocatedFunction(Generic[P, R]):
         slots = asyncio.Semaphore(limit)
         cancelled = False
 
-        def over(call: ArrayFuture[Any]) -> None:
+        def over(lane: _Lane | None, call: ArrayFuture[Any]) -> None:
             if call._state != READY:
                 failed.append(call)
+            if lane is not None:
+                lane.calls -= 1
             slots.release()
 
         try:
@@ -372,8 +392,12 @@ class ColocatedFunction(Generic[P, R]):
                 if args is None:
                     slots.release()
                     break
-                call = self._prepare_call(new_channel(), args, {}, code, lasti, owner)
-                call.add_done_callback(over)
+                lane = min(lanes, key=_calls_of, default=None)
+                function = self if lane is None else lane.function
+                if lane is not None:
+                    lane.calls += 1
+                call = function._prepare_call(new_channel(), args, {}, code, lasti, owner)
+                call.add_done_callback(functools.partial(over, lane))
                 calls.append(submit(call))
             for _ in range(limit):
                 if failed:
@@ -418,7 +442,42 @@ class ColocatedFunction(Generic[P, R]):
         )
 
 
+def _reduce(function: ColocatedFunction[Any, Any]) -> Any:
+    """To other hosts a colocated function goes as what it was made of, and is made anew there."""
+    base = function._base
+    if base.object is not None:
+        raise TypeError(f"{function!r} is a method of a colocated object, which is not shipped")
+    return _remake, (
+        base.function,
+        function._in_specs,
+        function._out_specs_fn,
+        function._devices,
+        function._reduce,
+    )
+
+
+def _remake(function: Callable[..., Any], *fixed: Any) -> ColocatedFunction[..., Any]:
+    in_specs, out_specs_fn, devices, reduce = fixed
+    base = FunctionCode(function, inprocess_host())
+    return ColocatedFunction(base, in_specs, out_specs_fn, devices, reduce=reduce)
+
+
+class _Lane:
+    """A device that calls of :meth:`ColocatedFunction.map` go to."""
+
+    __slots__ = ("calls", "function")
+
+    def __init__(self, function: ColocatedFunction[Any, Any]) -> None:
+        self.function = function
+        self.calls = 0  # under way
+
+
+def _calls_of(lane: _Lane) -> int:
+    return lane.calls
+
+
 _serialization.carry_by_reference(ColocatedFunction)
+_wire.register_reducer(ColocatedFunction, _reduce)
 
 
 def _check_in_specs(name: str, in_specs: Any) -> None:

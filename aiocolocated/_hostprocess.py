@@ -7,35 +7,42 @@ the controller's: order, cancellation, coroutines and objects are those of any o
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import contextvars
 import json
+import logging
 import os
 import pickle
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
-from aiocolocated import _compat, _compat_hosts, _contexts, _service
+from aiocolocated import _compat, _compat_hosts, _contexts, _service, _shipping, _specs
 from aiocolocated._calls import Call
 from aiocolocated._channels import TaskChannel, new_channel
 from aiocolocated._exceptions import ArgumentError, HostError
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._lifetimes import HERE
 from aiocolocated._loops import Wakes
+from aiocolocated._objects import HostObject, MethodCode
 from aiocolocated._settings import LOCK
+from aiocolocated._sources import END, Source
 from aiocolocated._specializations import FunctionCode, Specialization
 from aiocolocated._submission import submit
-from aiocolocated._types import CANCELLED, DISPATCHED, FAILED
+from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, READY
 from aiocolocated.hosts import _parcels, _wire
 from aiocolocated.hosts._sockets import connect
 from aiocolocated.hosts.inprocess import inprocess_host
-from aiocolocated.hosts.launchers import versions
+from aiocolocated.hosts._output import ForwardingHandler
+from aiocolocated.hosts.launchers import die_with_parent, read_config, versions
 
-_FUTURE, _CODE = -1, -2
+_FUTURE, _CODE, _STREAM = -1, -2, -3
 
 
 class HostCode(FunctionCode):
@@ -61,6 +68,108 @@ class HostCode(FunctionCode):
 
 def _not_loaded() -> None:
     raise AssertionError
+
+
+class HostedObject(HostObject):
+    """An object of the controller's: its class and arguments are unpickled when it is made."""
+
+    __slots__ = ("_asynchronous", "_class", "_unpickle")
+
+    def __init__(
+        self,
+        name: str,
+        cls: HostCode,
+        options: tuple[int, bool, bool],
+        unpickle: Callable[[], Any],
+    ) -> None:
+        max_concurrency, dedicated_thread, self._asynchronous = options
+        super().__init__(
+            object,
+            inprocess_host(),
+            cls.load,
+            (),
+            {},
+            max_concurrency=max_concurrency,
+            dedicated_thread=dedicated_thread,
+            name=name,
+        )
+        self._unpickle: Callable[[], Any] | None = unpickle
+
+    @property
+    def closes_asynchronously(self) -> bool:
+        return self._asynchronous
+
+    def construct(self) -> Any:
+        if self._unpickle is not None:
+            try:
+                self._args, self._kwargs = self._unpickle()
+            except Exception as error:
+                raise ArgumentError(
+                    f"constructor of {self.name}: the arguments cannot be unpickled on this host: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            self._unpickle = None
+        return super().construct()
+
+    def forget(self) -> None:
+        self._unpickle = None
+        super().forget()
+
+
+class HostMethod(MethodCode):
+    """A method of such an object; how it is got from the instance is unpickled at the first call."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, owner: HostedObject, kind: Any, name: str, unpickle: Callable[[], Any]
+    ) -> None:
+        super().__init__(
+            owner,
+            name,
+            _not_loaded,
+            lambda instance: unpickle()(instance),
+            kind,
+            anywhere=True,  # the controller has looked
+        )
+
+
+class Result:
+    """What a body returned, pickled before anything else runs that may change it."""
+
+    __slots__ = ("arrays", "pickled", "value")
+
+    def __init__(self, value: Any, pickled: _wire.Pickled, arrays: list[Any]) -> None:
+        self.pickled = pickled
+        self.arrays = arrays
+        # Parcels are for the controller, and cannot be unpacked here.
+        self.value = value if pickled.parcels else None
+
+    def copy(self, server: Server) -> Any:
+        """What another call of this host gets of it."""
+        if self.pickled.parcels:
+            return _shipping.by_value(self.value, "a future's value", _specs.result_path)
+        return server.load(self.pickled.data, self.arrays)
+
+
+class HostSpecialization(Specialization):
+    """A function of the controller, for some devices."""
+
+    __slots__ = ("_server",)
+
+    def __init__(self, server: Server, code: FunctionCode, devices: tuple[Any, ...]) -> None:
+        super().__init__(code, None, None, devices)
+        self._server = server
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        value, arrays = super().finish(value)
+        if type(value) not in _AS_IS:
+            value = self._server.pickle_result(value, f"what {self.name} returned")
+        return value, arrays
+
+
+# Nobody can change these.
+_AS_IS = frozenset({_compat.ArrayImpl, type(None), bool, int, float, complex, str, bytes})
 
 
 class HostPlan:
@@ -93,6 +202,7 @@ class HostPlan:
     def bind(self, args: Any, kwargs: Any, values: dict[int, Any]) -> tuple[Any, Any]:
         """Unpickle the arguments (worker thread)."""
         things = [values[id(x)] if type(x) is ArrayFuture else x for x in self._things]
+        things = [x.copy(self._server) if type(x) is Result else x for x in things]
         assert self._data is not None
         data, self._data = self._data, None
         self._things = []
@@ -162,7 +272,9 @@ class Server:
         # One for all calls over several hosts, whose order must be that of the other hosts.
         self._collective = TaskChannel("collectives") if collectives else None
         self._transmit = transmit
-        self._codes: dict[int, HostCode] = {}
+        self._codes: dict[int, FunctionCode] = {}
+        self._objects: dict[int, HostedObject] = {}
+        self._streams: dict[int, Source] = {}  # by the number of the first step
         self._plans: dict[tuple[int, tuple[int, ...]], Specialization] = {}
         self._devices = {device.id: device for device in jax.devices()}
         self._channels: weakref.WeakValueDictionary[int, TaskChannel] = (
@@ -175,15 +287,20 @@ class Server:
         self._peer = _Peer(self)
         self._answers: list[tuple[int, int, Any]] = []
         self._send_lock = threading.Lock()
+        self._logs = ForwardingHandler(self._send_logs)
         self._specs: dict[Any, int] = {}
         self._outgoing: list[Any] = []
         self._handlers: dict[int, Callable[..., None]] = {
             _wire.CALL: self._call,
             _wire.FUNCTION: self._function,
             _wire.CLASS: self._class_message,
+            _wire.OBJECT: self._object,
+            _wire.METHOD: self._method,
+            _wire.STEP: self._step,
             _wire.CANCEL: self._cancel,
             _wire.FORGET: self._forget,
             _wire.CHANNEL: self._channel_options,
+            _wire.PING: self._ping,
             _wire.RELEASE: self._release,
         }
 
@@ -192,7 +309,7 @@ class Server:
     def receive(self, data: bytes) -> None:
         """Do what a message says; one that cannot be read is reported and left."""
         try:
-            messages = pickle.loads(data)
+            messages = list(pickle.loads(data))
         except Exception:
             _service.logger.exception("%s: a message cannot be read", self.name)
             return
@@ -205,6 +322,18 @@ class Server:
     def _function(self, number: int, kind: str, name: str, data: bytes, words: Any) -> None:
         things = self._things(words)
         self._codes[number] = HostCode(kind, name, lambda: self.load(data, things))
+
+    def _object(
+        self, number: int, cls: int, name: str, options: Any, data: bytes, words: Any
+    ) -> None:
+        things = self._things(words)
+        code: Any = self._codes[cls]
+        self._objects[number] = HostedObject(name, code, options, lambda: self.load(data, things))
+
+    def _method(self, number: int, of: int, kind: str, name: str, data: bytes) -> None:
+        owner = self._objects[of]
+        method = HostMethod(owner, kind, name, lambda: self.load(data, ()))
+        self._codes[number] = owner.methods[str(number)] = method
 
     def _class_message(self, class_id: str, data: bytes, words: Any) -> None:
         self._class_messages[class_id] = (data, self._things(words))
@@ -228,6 +357,20 @@ class Server:
         except Exception as error:
             self._fail(number, error)
             return
+        base = self._codes[code]
+        if "generator" in base.kind:
+            where: Any = call._channel
+            source = self._streams[number] = Source(base, None, where)
+            source.open(call)
+            if base.object is not None:
+                base.object.streams.add(source)
+            self._submit(number, call, source.submit)
+        else:
+            self._submit(number, call, submit)
+
+    def _submit(
+        self, number: int, call: ArrayFuture[Any], submit: Callable[[ArrayFuture[Any]], object]
+    ) -> None:
         answer = Answer(self, number, call)
         call._dispatch_waiters = [answer]
         call._waiter_count = 1
@@ -237,6 +380,33 @@ class Server:
             submit(call)
         except Exception as error:
             self._fail(number, error)
+
+    def _step(self, number: int, of: int, closing: bool, dropped: bool) -> None:
+        """Take the next step of a stream, or close a stream or object."""
+        source = self._streams.get(of)
+        if closing:
+            thing = source or self._objects.get(of)
+            self._answer_when_over(number, None if thing is None else thing.close(dropped=dropped))
+        elif source is None:  # its first step was refused
+            wakes = Wakes()
+            with LOCK:
+                self.answer(_wire.DONE, number, END, wakes)
+            wakes.pay()
+        else:
+            self._submit(number, source.step(None, HERE, 0), source.submit)
+
+    def _answer_when_over(self, number: int, call: ArrayFuture[Any] | None) -> None:
+        wakes = Wakes()
+        with LOCK:
+            if call is None:
+                self.answer(_wire.DONE, number, None, wakes)
+            else:
+                answer = Answer(self, number, call)
+                if call._state >= READY:
+                    answer.over(wakes)
+                else:
+                    call._release = answer.over
+        wakes.pay()
 
     def _make_call(
         self,
@@ -251,7 +421,7 @@ class Server:
         plan: Any = self._plans.get((code, place))
         if plan is None:
             devices = tuple(self._devices[i] for i in place)
-            plan = Specialization(self._codes[code], None, None, devices)
+            plan = HostSpecialization(self, self._codes[code], devices)
             self._plans[code, place] = plan
         args: tuple[Any, ...] = ()
         if data is None:
@@ -296,9 +466,13 @@ class Server:
             if leaf == _FUTURE:
                 self._calls.pop(number, None)
             elif leaf == _CODE:
+                self._kept.pop(number, None)
+                self._objects.pop(number, None)
                 if self._codes.pop(number, None) is not None:
                     for key in [key for key in self._plans if key[0] == number]:
                         del self._plans[key]
+            elif leaf == _STREAM:
+                self._streams.pop(number, None)
             else:
                 self._arrays.pop((number, leaf), None)
 
@@ -310,11 +484,12 @@ class Server:
         with self._send_lock:
             self._transmit(pickle.dumps([(_wire.RELEASED, key, reuse)], 5))
 
-    def _channel_options(self, number: int, options: dict[str, Any] | None) -> None:
-        if options is None:
-            self._kept.pop(number, None)
-        else:
-            self._kept[number] = self._channels[number] = TaskChannel(**options)
+    def _channel_options(self, number: int, channel: int, options: dict[str, Any]) -> None:
+        self._kept[number] = self._channels[channel] = TaskChannel(**options)
+
+    def _ping(self, number: int) -> None:
+        with self._send_lock:
+            self._transmit(pickle.dumps([(_wire.PONG, number)], 5))
 
     # -- answers (any thread) --------------------------------------------------------------------------------
 
@@ -331,13 +506,31 @@ class Server:
                     answers, self._answers = self._answers, []
                 # A call that fails with what it depends on is settled before that.
                 answers.sort(key=_number_of)
-                messages = self._outgoing
+                messages = self._take_logs()  # what a body logs comes before its result
                 for kind, number, value in answers:
-                    messages.append(self._message(kind, number, value))
-                self._outgoing = []
+                    message = self._message(kind, number, value)
+                    with LOCK:  # specs and classes that it needs
+                        messages += self._outgoing
+                        self._outgoing = []
+                    messages.append(message)
                 if messages:
                     self._transmit(pickle.dumps(messages, 5))
                 del answers, messages
+
+    def forward_logs(self) -> None:
+        """Have log records of this process handled by the controller's loggers."""
+        root = logging.getLogger()
+        root.addHandler(self._logs)
+
+    def _take_logs(self) -> list[Any]:
+        return [(_wire.LOG, record) for record in self._logs.take()]
+
+    def _send_logs(self) -> None:
+        """Send log records that no answer has taken along (service thread)."""
+        with self._send_lock:
+            records = self._take_logs()
+            if records:
+                self._transmit(pickle.dumps(records, 5))
 
     def _message(self, kind: int, number: int, value: Any) -> Any:
         if kind == _wire.CANCELLED:
@@ -349,22 +542,27 @@ class Server:
         if type(value) is _compat.ArrayImpl:
             self._arrays[number, 0] = value
             return (kind, number, (self._spec(value),), None)
-        arrays = self._peer.arrays = []
-        try:
-            pickled = _wire.dumps(value, self._peer)
-        except Exception as error:
-            return (
-                _wire.FAILED,
-                number,
-                _wire.dump_error(_wire.describe_failure(error, "the result"), self._peer),
-            )
-        for leaf, array in enumerate(arrays):
+        result = value if type(value) is Result else self.pickle_result(value, "a result")
+        for leaf, array in enumerate(result.arrays):
             self._arrays[number, leaf] = array
-        specs = tuple(self._spec(array) for array in arrays)
+        specs = tuple(self._spec(array) for array in result.arrays)
         with LOCK:
-            for parcel in pickled.parcels:
+            for parcel in result.pickled.parcels:
                 parcel.claim((self,))
-        return (kind, number, specs, pickled.data)
+        return (kind, number, specs, result.pickled.data)
+
+    def pickle_result(self, value: Any, where: str) -> Result:
+        """Pickle what a body returned (worker thread).
+
+        Raises:
+            ArgumentError: it cannot be sent.
+        """
+        peer = _Peer(self, self._peer.classes)
+        try:
+            pickled = _wire.dumps(value, peer)
+        except Exception as error:
+            raise _wire.describe_failure(error, where, value, _specs.result_path, peer) from error
+        return Result(value, pickled, peer.arrays)
 
     def _spec(self, array: Any) -> int:
         key = (array.shape, array.dtype, array.sharding)
@@ -372,11 +570,13 @@ class Server:
         if spec is None:
             spec = self._specs[key] = len(self._specs)
             data = _wire.dumps(key, self._peer).data
-            self._outgoing.append((_wire.SPEC, spec, data))
+            with LOCK:
+                self._outgoing.append((_wire.SPEC, spec, data))
         return spec
 
     def tell_class(self, class_id: str, data: bytes) -> None:
-        self._outgoing.append((_wire.KNOWN_CLASS, class_id, data))
+        with LOCK:
+            self._outgoing.append((_wire.KNOWN_CLASS, class_id, data))
 
     def load(self, data: bytes, things: Sequence[Any]) -> Any:
         return _wire.loads(data, things, self._find_class)
@@ -394,8 +594,10 @@ class Server:
 class _Peer(_wire.Peer):
     """What the controller knows."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, classes: set[str] | None = None) -> None:
         super().__init__()
+        if classes is not None:
+            self.classes = classes
         self._server = server
         self.arrays: list[Any] = []
 
@@ -404,17 +606,32 @@ class _Peer(_wire.Peer):
         return len(self.arrays) - 1
 
     def define_class(self, class_id: str, cls: type) -> None:
-        self._server.tell_class(class_id, _wire.dumps(cls, self, cls).data)
+        self._server.tell_class(class_id, _wire.dumps_class(cls, self).data)
 
 
 # --- the process ------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Serve the controller that wrote its address and keys to standard input."""
-    config = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_controller, name="aiocolocated-parent", daemon=True).start()
-    sys.path[:] = config["sys_path"]
+def main(source: str | None = None) -> None:
+    """Serve one controller.
+
+    Args:
+        source: a file with its addresses and keys; ``"-"`` reads them from standard input, and so does
+            ``None``, where the end of standard input is that of the controller.
+    """
+    config = read_config(source)
+    if "child_of" in config:
+        die_with_parent(config["child_of"])
+    if source is None:
+        line = os.dup(0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)  # for bodies, and for what they start
+        os.close(nothing)
+        _start_watch(partial(_wait_for_end, line))
+        sys.path[:] = config["sys_path"]
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # so that lines come at once
     jax.config.update("jax_platforms", "cpu")
     cluster = config.get("cluster")
     if cluster is None:
@@ -424,13 +641,20 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", len(config["devices"]))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**cluster)
-    inprocess_host().name = config["name"]
-    connection = connect(config)
+    host = inprocess_host()
+    host.name = config["name"]
+    host.process_index = int(config["process_of"][str(config["devices"][0])])
+    connection = connect(config, monitored=source is not None)
+    atexit.register(connection.close)  # what exit hooks log is sent, too
+    if source is not None:
+        _start_watch(connection.wait_for_loss)
     server = Server(config["name"], connection.send, collectives=cluster is not None)
     _parcels.release_to[config["parent"]] = server.release
     with LOCK:
         _service.watch(+1)  # what is dropped is told of there
         _service.start()
+    logging.getLogger().setLevel(config["log_level"])
+    server.forward_logs()
     connection.send(json.dumps({**versions(), "pid": os.getpid()}).encode())
     contextvars.Context().run(_serve, connection, server)
 
@@ -440,8 +664,20 @@ def _serve(connection: Any, server: Server) -> None:
         server.receive(data)
 
 
-def _end_with_controller() -> None:
-    """End at once when the controller does: it holds the other end of standard input."""
-    while os.read(0, 4096):
+def _start_watch(wait: Callable[[], str | None]) -> None:
+    """End this process at once when the controller has, even in the middle of a body."""
+
+    def watch() -> None:
+        why = wait()
+        if why is not None:
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"aiocolocated: the host ends: {why}\n")
+            os._exit(1)
+
+    threading.Thread(target=watch, name="aiocolocated-parent", daemon=True).start()
+
+
+def _wait_for_end(line: int) -> str:
+    while os.read(line, 4096):
         pass
-    os._exit(0)
+    return "the controller has ended"

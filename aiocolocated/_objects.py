@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of an object on a host: made at its first method call, closed when its calls are over."""
+"""The life of an object on its hosts: made at its first method call, closed when its calls are over."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiocolocated import _service, _settings, _shipping, _specs
 from aiocolocated._channels import new_channel
-from aiocolocated._exceptions import ObjectClosedError
-from aiocolocated._futures import ArrayFuture
+from aiocolocated._exceptions import ObjectClosedError, SpecError
+from aiocolocated._futures import ArrayFuture, wait_for_call
 from aiocolocated._lifetimes import HERE, dropped_gate, track, untrack
 from aiocolocated._loops import Wakes
 from aiocolocated._ordering import Gate
+from aiocolocated._remote_objects import CloseAllPlan, ObjectCode, RemoteClosePlan
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode, Kind, kind_of
-from aiocolocated._submission import take
+from aiocolocated._submission import submit, take
 from aiocolocated._threads import OwnThread
 from aiocolocated._types import READY
 from aiocolocated._workers import pool
+from aiocolocated.hosts.remote import hosts_are_open
 
 if TYPE_CHECKING:
     from aiocolocated._calls import Call
+    from aiocolocated._specs import Devices
     from aiocolocated.hosts.base import Host
+    from aiocolocated.hosts.remote import Code, Group, HostSet
 
 _SELF = object()  # stands for the instance where only a method's other parameters matter
 
 
 class HostObject:
-    """One object, as its host sees it.
+    """One object, as its host sees it: this process, and the controller of what is on other hosts.
 
-    Calls hold it, whoever else does; what the user holds is a :class:`Handle`.
+    Every host that its methods are called on makes an instance of its own. Calls hold this, whoever else
+    does; what the user holds is a :class:`Handle`.
     """
 
     __slots__ = (
@@ -47,14 +53,19 @@ class HostObject:
         "calls",
         "closing",
         "cls",
+        "codes",
         "ended",
         "gate",
+        "home",
         "host",
         "instance",
         "load",
         "made",
         "methods",
         "name",
+        "options",
+        "places",
+        "recreate",
         "streams",
         "thread",
     )
@@ -69,11 +80,19 @@ class HostObject:
         *,
         max_concurrency: int,
         dedicated_thread: bool,
+        recreate: bool = False,
+        name: str | None = None,
     ) -> None:
         self.cls = cls
         self.host = host
         self.load = load
-        self.name = cls.__qualname__
+        self.name = cls.__qualname__ if name is None else name
+        self.options = (max_concurrency, dedicated_thread)
+        self.recreate = recreate
+        # Where its methods were called: groups of hosts, None for this process; with their devices.
+        self.places: dict[Group | None, Devices | None] = {}
+        self.home: Devices | None = None  # where those go that have nothing to tell their devices
+        self.codes: dict[HostSet, ObjectCode] = {}
         self.gate: Gate[Any] = Gate(max_concurrency)
         self.thread = OwnThread(f"aiocolocated-object-{self.name}") if dedicated_thread else None
         self.calls = 0  # submitted, or waiting for room, and not over
@@ -85,7 +104,7 @@ class HostObject:
         # Weakly: they have the object. Who uses the object has those that were used.
         self.methods: weakref.WeakValueDictionary[str, MethodCode] = weakref.WeakValueDictionary()
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of its generator methods
-        self._args = args
+        self._args: tuple[Any, ...] | None = args
         self._kwargs = kwargs
         self._lock = threading.Lock()
 
@@ -99,19 +118,23 @@ class HostObject:
         """
         with self._lock:
             if not self.made:
-                cls = self.load()
-                args, kwargs = self._args, self._kwargs
-                if _settings.strict:
-                    where = f"constructor of {self.name}"
-                    args, kwargs = _shipping.by_value((args, kwargs), where, _specs.argument_path)
-                self.instance = cls(*args, **kwargs)
+                self.instance = self.construct()
                 self.made = True
-                self._args, self._kwargs = (), {}
+                if not hosts_are_open():  # which may have to make it, too
+                    self._args, self._kwargs = None, {}
                 with LOCK:
                     if self.closing is None:  # else that call has it
                         track(self)
                     _service.watch(+1)  # until it is closed: its handle's finalizer says so there
             return self.instance
+
+    def construct(self) -> Any:
+        cls = self.load()
+        args, kwargs = self._args or (), self._kwargs
+        if _settings.strict:
+            where = f"constructor of {self.name}"
+            args, kwargs = _shipping.by_value((args, kwargs), where, _specs.argument_path)
+        return cls(*args, **kwargs)
 
     def forget(self) -> None:
         """Drop the instance; what it has for a ``__del__`` runs here (worker thread)."""
@@ -120,7 +143,7 @@ class HostObject:
             if method is not None:
                 method.body = None
                 method.cache.clear()  # its entries have the method, and so the object
-        self._args, self._kwargs = (), {}
+        self._args, self._kwargs = None, {}
         self.instance = None
         if self.thread is not None:
             self.thread.stop()
@@ -131,7 +154,57 @@ class HostObject:
     @property
     def used(self) -> bool:
         """Whether there is anything to close, or may be when calls are over (no lock)."""
-        return self.made or self.called
+        return self.made or (self.called and any(map(_may_be_open, tuple(self.places))))
+
+    @property
+    def closes_asynchronously(self) -> bool:
+        """Whether closing it is a coroutine."""
+        return kind_of(getattr(self.cls, "aclose", None)) == "coroutine"
+
+    # -- where it is ----------------------------------------------------------------------------------
+
+    def called_on(self, group: Group | None, devices: Devices | None) -> None:
+        """A method is about to be called on these hosts, or in this process, for the first time."""
+        with LOCK:
+            if group in self.places:
+                return
+            self.places[group] = devices
+            self.home = devices if len(self.places) == 1 else None
+            known = len(self.places) > 1
+        if known:  # methods without arrays have a specialization for the one place there was
+            for reference in self.methods.valuerefs():
+                method = reference()
+                if method is not None:
+                    method.cache.clear()
+
+    def devices_of_home(self) -> Devices | None:
+        """Where a method goes that has nothing to tell its devices: where the others went.
+
+        Raises:
+            SpecError: that is not one place.
+        """
+        if len(self.places) > 1:
+            places = ["this process" if g is None else g.name for g in tuple(self.places)]
+            raise SpecError(
+                f"the {self.name} object is on {' and on '.join(places)}, and this call has no arrays "
+                "to tell which is meant: use colocated_python_class(..., devices=...), or "
+                "method.specialize(devices=...)"
+            )
+        return self.home
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Its constructor's; ``None`` if they were let go."""
+        args, kwargs = self._args, self._kwargs
+        return None if args is None else (args, kwargs)
+
+    def code_on(self, hosts: HostSet) -> ObjectCode:
+        """What these hosts have to be told of it (worker thread)."""
+        code = self.codes.get(hosts)
+        if code is None:
+            options = (*self.options, self.closes_asynchronously)
+            code = ObjectCode(hosts, self.cls, self.name, options, self.recreate)
+            self.codes[hosts] = code
+        return code
 
     # -- counting (under the lock) ------------------------------------------------------------------
 
@@ -160,27 +233,77 @@ class HostObject:
                     if not source.ended:
                         source.close()
                 untrack(self)
-                plan = ClosePlan(self)
-                call: ArrayFuture[None] = ArrayFuture._create(
-                    plan, (), {}, new_channel(f"close {self.name}"), None, None, HERE, 0
-                )
+                call: ArrayFuture[None]
+                places = {None if group is None else group.hosts for group in self.places}
+                if len(places) > 1:
+                    call = _new_call(
+                        self, CloseAllPlan(self.name, partial(_close_all, self, places))
+                    )
+                    call._light = True
+                else:
+                    call = self._closing_call(*(places or {None}), dropped=dropped)
                 if not self.used:
-                    self._args, self._kwargs = (), {}
+                    self._args, self._kwargs = None, {}
                     if self.thread is not None:
                         self.thread.stop()
-                    plan.closes = None
+                    plan: Any = call._plan
+                    plan.let_go()
                     call._state = READY
                     self.closing = call
                     return call
-                call._thread = self.thread
-                call._light = plan.light or self.thread is not None
                 call._blocked = bool(self.calls)
-                call._gate = dropped_gate if dropped else None
+                if dropped and call._group is None:
+                    call._gate = dropped_gate
                 self.closing = call
                 take(call)
                 if call._channel._order.push(call):
                     pool.schedule(call._channel)
             return self.closing
+
+    def _closing_call(self, hosts: HostSet | None, *, dropped: bool = False) -> ArrayFuture[None]:
+        """The call that closes its instances on some hosts, or in this process."""
+        call: ArrayFuture[None]
+        if hosts is None:
+            plan = ClosePlan(self)
+            call = _new_call(self, plan)
+            call._thread = self.thread
+            call._light = plan.light or self.thread is not None
+        else:
+            call = _new_call(self, RemoteClosePlan(self, hosts, dropped=dropped))
+            call._group = hosts.all
+            call._light = True
+        return call
+
+
+def _may_be_open(group: Group | None) -> bool:
+    return group is None or any(link.lost is None for link in group.links)
+
+
+def _new_call(owner: HostObject, plan: Any) -> ArrayFuture[None]:
+    channel = new_channel(f"close {owner.name}")
+    call: ArrayFuture[None] = ArrayFuture._create(plan, (), {}, channel, None, None, HERE, 0)
+    return call
+
+
+async def _close_all(owner: HostObject, places: set[HostSet | None]) -> None:
+    """Close an object's instances, in this process and on hosts."""
+    calls = [owner._closing_call(hosts) for hosts in places]
+    del owner
+    for call in calls:
+        submit(call)
+    errors: list[BaseException] = []
+    for call in calls:
+        try:
+            await wait_for_call(call)
+        except BaseException as error:
+            errors.append(error)
+    try:
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup("closing failed in several places", errors)
+    finally:
+        del calls, errors
 
 
 class ClosePlan:
@@ -195,7 +318,11 @@ class ClosePlan:
         self.closes: HostObject | None = owner  # until it has: the object has the call
         self.host = owner.host.name
         self.name = f"{owner.name}.aclose"
-        self.light = kind_of(getattr(owner.cls, "aclose", None)) == "coroutine"
+        self.light = owner.closes_asynchronously
+
+    def let_go(self) -> None:
+        """There is nothing to close."""
+        self.closes = None
 
     def is_loaded(self) -> bool:
         return False
@@ -317,8 +444,14 @@ class MethodCode(FunctionCode):
         finally:
             del self, args, kwargs  # a traceback keeps this frame
 
+    def make_code(self, hosts: HostSet) -> Code:
+        name = self.name.removeprefix(f"{self.object.name}.")
+        return hosts.method_code(self.object.code_on(hosts), self._getter, self.kind, name)
+
     def mark(self, call: Call) -> None:
         owner = self.object
+        if None not in owner.places:
+            owner.called_on(None, None)
         call._object = owner
         call._gate = owner.gate
         if owner.thread is not None:

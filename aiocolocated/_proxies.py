@@ -79,6 +79,7 @@ class ColocatedObject:
             kwargs,
             max_concurrency=info.max_concurrency,
             dedicated_thread=info.dedicated_thread,
+            recreate=info.recreate,
         )
         fields = self.__dict__
         fields["_aiocolocated_object"] = host_object
@@ -180,7 +181,11 @@ class ColocatedObject:
     def __repr__(self) -> str:
         host_object: HostObject = self.__dict__["_aiocolocated_object"]
         state = (
-            "closed" if host_object.closing is not None else "open" if host_object.made else "new"
+            "closed"
+            if host_object.closing is not None
+            else "open"
+            if host_object.made or host_object.codes
+            else "new"
         )
         return f"<colocated {name_of(self)} {state} calls={host_object.calls}>"
 
@@ -206,6 +211,7 @@ class ClassInfo:
         devices: Devices | None,
         read_ahead: int | None,
         dedicated_thread: bool,
+        recreate: bool,
     ) -> None:
         self.cls = cls
         self.host = inprocess_host()
@@ -214,6 +220,7 @@ class ClassInfo:
         self.devices = devices
         self.read_ahead = check_read_ahead(cls.__qualname__, read_ahead)
         self.dedicated_thread = dedicated_thread
+        self.recreate = recreate
         self.synchronous = [name for name in SYNCHRONOUS if has(cls, name)]
         self.enter: Callable[..., Any] | None = None
         self.exit: Callable[..., Any] | None = None
@@ -313,7 +320,11 @@ def method_of(
 
 
 def of_instance(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
-    return lambda instance: functools.partial(function, instance)
+    return functools.partial(functools.partial, function)  # which can be sent to hosts
+
+
+def _reader(name: str, instance: Any) -> Callable[[], Any]:
+    return functools.partial(getattr, instance, name)
 
 
 class Method:
@@ -355,7 +366,7 @@ class Property:
                 obj,
                 name,
                 lambda self: None,
-                lambda instance: lambda: getattr(instance, name),
+                functools.partial(_reader, name),
                 anywhere=True,
             )
         return submit(read._prepare_call(None, (), {}, frame.f_code, frame.f_lasti))

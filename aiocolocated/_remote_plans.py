@@ -11,7 +11,9 @@ import jax
 from aiocolocated import _compat, _specs
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._plans import collect
+from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode, Specialization
+from aiocolocated.hosts.remote import group_of
 
 if TYPE_CHECKING:
     from aiocolocated._calls import Call
@@ -27,6 +29,7 @@ class RemoteSpecialization(Specialization):
 
     follows = False  # it needs its code on the hosts, and arguments
     opens = False  # a stream
+    dropped = False  # it closes what nobody refers to
 
     def __init__(
         self,
@@ -126,3 +129,34 @@ def following(plan: Specialization, futures: Sequence[Any]) -> Specialization:
                 reduce=plan.reduce,
             )
     return plan
+
+
+def reroute(call: Any) -> Sequence[Any] | None:
+    """Have a call go to other hosts if that is where the values of its futures are (worker thread).
+
+    ``None`` if they are here; else the call takes its turn again, behind what is under way elsewhere.
+    """
+    call._take_values()
+    plan: Specialization = call._plan
+
+    def name_path(path: KeyPath) -> str:
+        return _specs.argument_path(path, plan._base.function)
+
+    with_path = jax.tree_util.tree_flatten_with_path((call._args, call._kwargs))[0]
+    arrays = [(p, x) for p, x in with_path if isinstance(x, jax.Array)]
+    devices = _specs.common_devices(f"call of {plan.name}", arrays, None, name_path)
+    group = group_of(devices)
+    if group is None:
+        return None
+    assert devices is not None
+    there = RemoteSpecialization(
+        plan._base, plan.in_specs, plan.out_specs_fn, devices, group, reduce=plan.reduce
+    )
+    with LOCK:
+        gate, call._gate = call._gate, None  # the object's, of this process
+        if gate is not None:
+            call._channel._hand_out(gate.leave(call))
+        call._thread = None
+        call._plan = there
+    there.mark(call)
+    return ()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from aiocolocated import _compat
+from aiocolocated import _compat, _values
 from aiocolocated._channels import new_channel
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._lifetimes import HERE
@@ -164,7 +164,7 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         (numbers, _put_group(group, [leaves[i] for i in numbers], [shardings[i] for i in numbers]))
         for group, numbers in remote.items()
     ]
-    for numbers, (call, wraps) in calls:
+    for numbers, (call, wraps, _) in calls:  # what is on its way lives until it has arrived
         for i, made, wrap in zip(numbers, call.result(), wraps, strict=True):
             results[i] = wrap(made)
     return results
@@ -172,8 +172,8 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 def _put_group(
     group: Group, leaves: Sequence[Any], shardings: Sequence[Any]
-) -> tuple[ArrayFuture[Any], list[Callable[[Any], Any]]]:
-    """Send arrays to a group of hosts; the call, and what makes results of the arrays it gives."""
+) -> tuple[ArrayFuture[Any], list[Callable[[Any], Any]], Any]:
+    """Send arrays to a group of hosts; the call, what makes results of its arrays, its arguments."""
     per_host: list[list[Any]] = [[] for _ in group.links]
     wraps: list[Callable[[Any], Any]] = []
     devices: dict[Any, None] = {}
@@ -200,7 +200,7 @@ def _put_group(
                 chosen = [(w, Parcel([source[tuple(slice(*s) for s in w)]])) for w in wanted]
             sent.append((shape, dtype, sharding, chosen))
     args: list[Any] = [((leaves_of_host,), {}) for leaves_of_host in per_host]
-    return _call(_place_code, group, tuple(devices), args), wraps
+    return _call(_place_code, group, tuple(devices), args), wraps, args
 
 
 def _compat_sharding(key: Any, sharding: Any) -> Any:
@@ -223,6 +223,8 @@ def _source(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
     if is_remote(leaf):
         return leaf, lambda made: made
     data = np.asarray(leaf)
+    if not _values.is_numpy(data) or data.dtype.kind == "T":
+        raise TypeError(f"a value of dtype {data.dtype} cannot be put on devices of other processes")
     return data.astype(jax.dtypes.canonicalize_dtype(data.dtype), copy=False), lambda made: made
 
 

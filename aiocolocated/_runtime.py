@@ -20,7 +20,7 @@ from aiocolocated._calls import Call
 from aiocolocated._execution import computing
 from aiocolocated._loops import Wakes
 from aiocolocated._settings import LOCK, Settings, SettingsChanges
-from aiocolocated._types import CANCELLED, QUEUED, READY, CallState
+from aiocolocated._types import CANCELLED, QUEUED, READY, RUNNING, CallState
 from aiocolocated._workers import pool
 
 _POLL = 0.02  # seconds between looks while the interpreter waits at exit
@@ -34,8 +34,8 @@ class CallInfo:
         function: qualified name of what it runs.
         channel: name of its channel.
         host: name of its host.
-        state: ``"queued"``, ``"running"``, ``"dispatched"`` (arrays computing) or ``"abandoned"``
-            (cancelled, the body still runs).
+        state: ``"queued"``, ``"running"``, ``"sent"`` (to hosts in other processes: queued or running
+            there), ``"dispatched"`` (arrays computing) or ``"abandoned"`` (cancelled, the body still runs).
         age: seconds since submission.
         running_for: seconds since its body started; ``None`` if it has not.
         where: file and line of the call expression.
@@ -62,7 +62,7 @@ class RuntimeStatistics:
         runnable: channels that wait for a thread.
         channels: channels with anything queued, running or computing.
         queued: calls submitted and not started.
-        running: bodies that run, abandoned ones included.
+        running: bodies that run, abandoned ones included, and calls sent to other processes.
         dispatched: calls whose arrays are computing.
         abandoned: cancelled calls whose body still runs.
         transfer_bytes: bytes that transfers have in flight.
@@ -115,7 +115,7 @@ class Runtime:
                 runnable=len(pool.ready) + len(pool.light),
                 channels=len(pool.lanes),
                 queued=states.count("queued"),
-                running=states.count("running") + states.count("abandoned"),
+                running=sum(states.count(s) for s in ("running", "sent", "abandoned")),
                 dispatched=states.count("dispatched"),
                 abandoned=states.count("abandoned"),
                 transfer_bytes=_submission.transfers.taken,
@@ -126,6 +126,8 @@ class Runtime:
 
 
 def _state(call: Call) -> str:
+    if call._sent and call._state == RUNNING:
+        return "sent"
     if call._state == CANCELLED or call._state >= READY:
         return "abandoned"
     return CallState(call._state).name.lower()

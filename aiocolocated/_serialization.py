@@ -67,6 +67,7 @@ _REFUSED: tuple[type[Any], ...] = (
 _BUFFERS = (io.BytesIO, io.StringIO)  # values, and no files
 _refused_here: list[type[Any]] = []  # the library's own, added by higher layers
 _by_reference: list[type[Any]] = []
+_bases_by_reference: list[type[Any]] = []
 _opaque: list[type[Any]] = []
 
 
@@ -85,6 +86,11 @@ def carry_by_reference(kind: type[Any]) -> None:
     _by_reference.append(kind)
 
 
+def carry_classes_by_reference(base: type[Any]) -> None:
+    """Within the process, carry what is derived from ``base`` as it is."""
+    _bases_by_reference.append(base)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not typed
     def __init__(self, file: io.BytesIO, references: list[Any], copied: type | None = None) -> None:
         super().__init__(file)
@@ -95,7 +101,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
         if (
             _compat.is_by_reference(obj)
             or type(obj) in _by_reference
-            or (isinstance(obj, type) and obj is not self._copied and _stays(obj))
+            or (
+                isinstance(obj, type)
+                and obj is not self._copied
+                and (issubclass(obj, tuple(_bases_by_reference)) or _stays(obj))
+            )
         ):
             self._references.append(obj)
             return len(self._references) - 1

@@ -6,26 +6,35 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from aiocolocated import _compat, _service
 from aiocolocated._channels import new_channel
 from aiocolocated._coroutines import OneTask
 from aiocolocated._futures import ArrayFuture
-from aiocolocated._lifetimes import HERE, dropped_gate, untrack
+from aiocolocated._lifetimes import HERE, dropped_gate, track, untrack
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import Owner
 from aiocolocated._protocols import Args, Kwargs
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode
-from aiocolocated._submission import take
+from aiocolocated._submission import submit, take
 from aiocolocated._types import READY
 from aiocolocated._workers import pool
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from aiocolocated._calls import Call
+    from aiocolocated._channels import TaskChannel
 
 
 class _End:
     """The result of a step that found the body's end."""
+
+    def __reduce__(self) -> str:
+        return "END"
 
 
 END = _End()
@@ -56,10 +65,12 @@ class Source:
     ships = False
     dispatches = False
 
-    def __init__(self, base: FunctionCode, owner: Owner | None) -> None:
+    def __init__(
+        self, base: FunctionCode, owner: Owner | None, channel: TaskChannel | None = None
+    ) -> None:
         self.base = base
         self.owner = owner
-        self.channel = new_channel(f"stream {base.name}")
+        self.channel = channel or new_channel(f"stream {base.name}")
         self.made = False  # the iterator
         self.ended = False  # by itself, by an error, or closed
         self.used = False  # a step was submitted
@@ -105,6 +116,53 @@ class Source:
             return value, ()
         result: tuple[Any, Sequence[Any]] = self.plan.finish(value)
         return result
+
+    # -- making steps ---------------------------------------------------------------------------------
+
+    def open(self, first: ArrayFuture[Any]) -> None:
+        """Have a call of the function be the first step, which has the arguments."""
+        self.plan, self.context, self.config = first._plan, first._context, first._config
+        first._plan = First(self)
+        first._look = None
+        first._light = self.asynchronous or first._thread is not None
+        first._one_task = self.one_task
+
+    def step(
+        self, loop: asyncio.AbstractEventLoop | None, code: CodeType, lasti: int
+    ) -> ArrayFuture[Any]:
+        """Make one of the later steps."""
+        step: ArrayFuture[Any] = ArrayFuture._create(
+            self, (), {}, self.channel, None, loop, code, lasti
+        )
+        step._context, step._config = self.context, self.config
+        self.prepare(step)
+        return step
+
+    def prepare(self, call: ArrayFuture[Any]) -> None:
+        """Note at a step, or at the closing, where it runs."""
+        if self.base.special:
+            self.base.mark(call)
+        call._light = self.asynchronous or call._thread is not None
+        call._one_task = self.one_task
+
+    def submit(self, step: ArrayFuture[Any]) -> None:
+        """Submit a step."""
+        first, self.used = not self.used, True
+        if first:
+            track(self)  # before the step is submitted: it may be the last
+        try:
+            submit(step)
+        except BaseException:
+            if first:
+                self.used = False
+                untrack(self)
+            raise
+
+    def abandon(self, steps: Iterable[ArrayFuture[Any]]) -> None:
+        """Nobody will ask for what these steps ran into."""
+        for step in steps:
+            if step._report is not None:
+                step._report.retrieve()
 
     # -- steps (on the host) --------------------------------------------------------------------------
 
@@ -167,25 +225,19 @@ class Source:
             if self.closing is None:
                 untrack(self)
                 order = self.channel._order
-                for step in (order.running, *order.queue):
-                    if step is not None:
-                        step._cancel(wakes, ": its stream was closed")
-                call: ArrayFuture[None] = ArrayFuture._create(
-                    _Close(self), (), {}, self.channel, None, None, HERE, 0
-                )
+                for step in self._unfinished():
+                    step._cancel(wakes, ": its stream was closed")
+                call = self._closing_call(dropped=dropped)
                 if not self.used:  # nothing of it has run, and nothing will
                     call._state = READY
                     self.ended = True
                     self.closing = call
                     return call
-                call._one_task = self.one_task
                 if self.context is not None:
                     call._context, call._config = self.context, self.config
-                call._gate = dropped_gate if dropped else None
+                self.prepare(call)
                 if self.base.object is not None:
-                    self.base.mark(call)
                     self.base.object.calls += 1
-                call._light = self.asynchronous or call._thread is not None
                 if self.owner is not None and not self.owner.closed:
                     # It is not the owner's own call, because that would be cancelled with the others.
                     self.owner.live += 1
@@ -196,6 +248,26 @@ class Source:
                     pool.schedule(self.channel)
         wakes.pay()
         return self.closing
+
+    def _unfinished(self) -> Iterable[Call]:
+        order = self.channel._order
+        # On a host the channel may have others, too.
+        calls: list[Any] = [order.running, *order.queue]
+        return [call for call in calls if call is not None and self._advances(call._plan)]
+
+    def _advances(self, plan: Any) -> bool:
+        return plan is self or (isinstance(plan, First) and plan._source is self)
+
+    def _closing_call(self, *, dropped: bool) -> ArrayFuture[None]:
+        call = self._new_call(_Close(self))
+        call._gate = dropped_gate if dropped else None
+        return call
+
+    def _new_call(self, plan: Any) -> ArrayFuture[None]:
+        call: ArrayFuture[None] = ArrayFuture._create(
+            plan, (), {}, self.channel, None, None, HERE, 0
+        )
+        return call
 
     def close_iterator(self) -> None:
         try:

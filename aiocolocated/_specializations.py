@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aiocolocated._protocols import Args, Kwargs
     from aiocolocated._specs import Devices, KeyPath
     from aiocolocated.hosts.base import Host, Shipped
+    from aiocolocated.hosts.remote import Code, HostSet
 
 ArrayImpl = _compat.ArrayImpl
 Kind: TypeAlias = Literal["function", "coroutine", "generator", "asynchronous generator"]
@@ -131,6 +132,7 @@ class Specialization:
         if self.devices is None and self.per_call:
             self.devices = devices  # for what the body returns
         placed: list[Any] = []
+        changed = False
         specs = None
         if self.in_specs is not None:
             specs = jax.tree_util.tree_leaves(self.in_specs)
@@ -138,8 +140,11 @@ class Specialization:
             if _values.is_numpy(leaf) and devices is not None:
                 sharding = (specs[i].sharding if specs else None) or _values.placement(devices)
                 leaf = _values.place(leaf, sharding, f"{what}: {name_path(path)}")
+                changed = True
             placed.append(leaf)
-        result: tuple[Args, Kwargs] = jax.tree_util.tree_unflatten(tree, placed)
+        result: tuple[Args, Kwargs] = args, kwargs  # as they are: JAX sorts the keys of dictionaries
+        if changed:
+            result = jax.tree_util.tree_unflatten(tree, placed)
         if self.out_specs_fn is not None and self.in_specs is None:
             self._set_out(_specs.specs_of(*result))
         return result
@@ -262,6 +267,10 @@ class FunctionCode:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}(): {error}") from None
+
+    def make_code(self, hosts: HostSet) -> Code:
+        """What hosts in other processes have to be told of it (worker thread)."""
+        return hosts.function_code(self.function, self.kind, self.name)
 
     def load(self) -> Callable[..., Any]:
         self._shipped = self.host.load(self.function)

@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, final
 
 from aiocolocated import _compat, _serialization, _values
+from aiocolocated._channels import new_channel
 from aiocolocated._exceptions import ArgumentError, ChannelClosedError, SpecError
 from aiocolocated._functions import ColocatedFunction
 from aiocolocated._futures import ArrayFuture, wait_for_call
-from aiocolocated._lifetimes import Handle, track, untrack
+from aiocolocated._lifetimes import Handle
 from aiocolocated._owners import current_owner
 from aiocolocated._protocols import Args, Kwargs
-from aiocolocated._sources import END, First, Source
-from aiocolocated._submission import submit
+from aiocolocated._reducers import Reducer
+from aiocolocated._remote_streams import RemoteSource
+from aiocolocated._sources import END, Source
+from aiocolocated.hosts import _wire
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -95,15 +98,17 @@ class ArrayStream(Generic[R_co]):
     ) -> ArrayStream[Any]:
         self = cls.__new__(cls)
         owner = current_owner()
-        source = Source(function._base, owner)
-        first = function._prepare_call(source.channel, args, kwargs, code, lasti)
+        channel = new_channel(f"stream {function._base.name}")
+        first = function._prepare_call(channel, args, kwargs, code, lasti)
         # The block waits for the closing, which waits for the steps: one of them may never end
         # before it is cancelled.
         first._owner = None
-        source.plan, source.context, source.config = first._plan, first._context, first._config
-        first._plan = First(source)
-        first._light = source.asynchronous or first._thread is not None
-        first._one_task = source.one_task
+        source = (
+            Source(function._base, owner, channel)
+            if first._group is None
+            else RemoteSource(function._base, owner, channel, first._group)
+        )
+        source.open(first)
         self._first = first
         self._handle = Handle(source)
         self._keep = function._keep
@@ -131,31 +136,9 @@ class ArrayStream(Generic[R_co]):
         while len(self._steps) < count and not source.ended and source.closing is None:
             step, self._first = self._first, None
             if step is None:
-                step = ArrayFuture._create(
-                    source,
-                    (),
-                    {},
-                    source.channel,
-                    None,
-                    asyncio._get_running_loop(),
-                    self._code,
-                    self._lasti,
-                )
-                step._context, step._config = source.context, source.config
-                if source.base.special:
-                    source.base.mark(step)
-                step._light = source.asynchronous or step._thread is not None
-                step._one_task = source.one_task
-            first, source.used = not source.used, True
-            if first:
-                track(source)  # before the step is submitted: it may be the last
-            try:
-                self._steps.append(submit(step))
-            except BaseException:
-                if first:
-                    source.used = False
-                    untrack(source)
-                raise
+                step = source.step(asyncio._get_running_loop(), self._code, self._lasti)
+            source.submit(step)
+            self._steps.append(step)
 
     def _take(self) -> ArrayFuture[Any] | None:
         """The next step to wait for; ``None`` at the end.
@@ -196,9 +179,7 @@ class ArrayStream(Generic[R_co]):
 
     def _finish(self) -> None:
         self._over = True
-        for step in self._steps:  # nobody asked for what these ran into
-            if step._report is not None:
-                step._report.retrieve()
+        self._source.abandon(self._steps)
         self._steps.clear()
         self._first = self._keep = None
 
@@ -299,6 +280,7 @@ class ColocatedGenerator(Generic[P, R]):
         in_specs: Any = None,
         out_specs_fn: Callable[..., Any] | None = None,
         devices: _compat.Device | Sequence[_compat.Device] | jax.sharding.Mesh | None = None,
+        reduce: Reducer | None = None,
         *,
         read_ahead: int | None = None,
     ) -> ColocatedGenerator[P, R]:
@@ -308,6 +290,7 @@ class ColocatedGenerator(Generic[P, R]):
             in_specs: as for :meth:`ColocatedFunction.specialize`.
             out_specs_fn: likewise; every item is checked against what it returns.
             devices: likewise.
+            reduce: likewise, for every item: all hosts' bodies take each step together.
             read_ahead: items that the body may be ahead of its consumer; 0 is lock-step: the body runs
                 only while the consumer waits. Default 2.
 
@@ -318,7 +301,7 @@ class ColocatedGenerator(Generic[P, R]):
             raise SpecError(f"{self._function._base.name}: read_ahead already specified")
         check_read_ahead(self._function._base.name, read_ahead)
         return ColocatedGenerator(
-            self._function.specialize(in_specs, out_specs_fn, devices),
+            self._function.specialize(in_specs, out_specs_fn, devices, reduce),
             read_ahead if read_ahead is not None else self._read_ahead,
             self._default,
         )
@@ -338,6 +321,11 @@ class ColocatedGenerator(Generic[P, R]):
         )
 
 
+def _reduce(generator: ColocatedGenerator[Any, Any]) -> Any:
+    return ColocatedGenerator, (generator._function, generator._read_ahead, generator._default)
+
+
 _serialization.carry_by_reference(ColocatedGenerator)
+_wire.register_reducer(ColocatedGenerator, _reduce)
 _serialization.refuse(ArrayStream)
 _values.refuse(ArrayStream, "iterate it with 'async for', and pass its items")

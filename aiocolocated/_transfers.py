@@ -20,6 +20,7 @@ from aiocolocated import _compat, _readiness, _remote_transfers, _specs, _values
 from aiocolocated._calls import Call
 from aiocolocated._channels import TaskChannel, new_channel
 from aiocolocated._exceptions import ArrayDeletedError
+from aiocolocated._execution import RunnableCall
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import Owner, current_owner
@@ -270,8 +271,9 @@ class _Transfer:
         parcel.leaves, parcel.tree = _tree_flatten(_tree_unflatten(parcel.tree, leaves))
         return args, kwargs
 
-    def _look(self, call: Call) -> list[Any]:
+    def _look(self, call: RunnableCall) -> list[Any]:
         """Before all else: how much there is to move, and which arrays to wait for."""
+        call._bind_now()
         parcel: _Parcel = call._args[0]
         sources = _arrays_in(parcel.leaves)
         parcel.sizes = self.sizes(parcel.leaves)

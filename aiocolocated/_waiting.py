@@ -19,6 +19,7 @@ from aiocolocated._loops import LoopBridge, Wakes, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, FAILED, READY
 from aiocolocated._waiters import LoopWaiter, waiting_body
+from aiocolocated.hosts.remote import calls_behind, computing
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,6 +63,8 @@ async def wait_until_ready(tree: T, *, timeout: float | None = None) -> T:
     """
     leaves = _tree_leaves(tree)
     try:
+        if computing and (behind := calls_behind(leaves)):
+            leaves = [*leaves, *behind]  # their handles say that they are ready
         if _ONLY_ARRAYS.issuperset(map(type, leaves)) and _readiness.check(leaves):
             return tree  # the common case
         if timeout is None:

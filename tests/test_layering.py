@@ -69,8 +69,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_remote_transfers",
         "_transfers",
         "_sources",
+        "_remote_streams",
         "_streams",
         "_decorators",
+        "_remote_objects",
         "_objects",
         "_proxies",
         "_classes",
@@ -79,7 +81,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_jitted",
         "_effects",
     ),
-    "L5": ("from_thread", "_hostprocess", "__init__", "__main__", "testing/*"),
+    "L5": ("from_thread", "_hostprocess", "__init__", "_doctor", "__main__", "testing/*"),
 }
 ORDER = [entry for layer in LAYERS.values() for entry in layer]
 

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from aiocolocated import _service, _values
@@ -178,7 +179,39 @@ def only_array(parcel: Parcel) -> Any:
     return parcel.arrays(private=True)[0]
 
 
+class Packed:
+    """Stands for a large NumPy array that is a leaf of the arguments: it is copied for this one place."""
+
+    __slots__ = ("parcel",)
+
+    def __init__(self, array: Any) -> None:
+        self.parcel = Parcel([array])
+
+
+def pack_leaves(tree: Any) -> Any:
+    """Have the large arrays of a tree travel as parcels of their own."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    if not any(type(x) is np.ndarray and x.nbytes >= SMALL for x in leaves):
+        return tree
+    return jax.tree_util.tree_unflatten(
+        treedef,
+        [
+            Packed(x)
+            if type(x) is np.ndarray and x.nbytes >= SMALL and not x.dtype.hasobject
+            else x
+            for x in leaves
+        ],
+    )
+
+
+def first_array(parcel: Parcel) -> Any:
+    """The array of a packed leaf, which JAX may take over."""
+    return parcel.arrays()[0]
+
+
 def _is_mapped(leaf: Any) -> bool:
+    if not isinstance(leaf, np.ndarray) or leaf.flags.writeable:
+        return False  # what is hidden in other objects is the body's to write to
     while isinstance(leaf, (np.ndarray, memoryview)):
         leaf = leaf.base if isinstance(leaf, np.ndarray) else leaf.obj
     return isinstance(leaf, _shared._Mapping)

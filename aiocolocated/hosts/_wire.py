@@ -24,7 +24,7 @@ import numpy as np
 from aiocolocated import _compat, _serialization
 from aiocolocated._exceptions import ArgumentError, HostError, RemoteError
 from aiocolocated._values import Late
-from aiocolocated.hosts._parcels import Parcel, array_parcel, only_array
+from aiocolocated.hosts._parcels import Packed, Parcel, array_parcel, first_array, only_array
 
 # Controller to host.
 FUNCTION, METHOD, OBJECT, CLASS, CALL, STEP, CANCEL, FORGET, CHANNEL, PING, RELEASE = range(11)
@@ -75,6 +75,21 @@ _reducers: dict[type, Callable[[Any], Any]] = {}
 def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
     """How instances of a class of the library's own travel to other hosts."""
     _reducers[kind] = reduce
+
+
+_class_reducers: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_class_reducer(base: type, reduce: Callable[[Any], Any]) -> None:
+    """How classes of the library's own making, derived from ``base``, travel to other hosts."""
+    _class_reducers[base] = reduce
+
+
+def _class_reducer(cls: type) -> Callable[[Any], Any] | None:
+    for base, reduce in _class_reducers.items():
+        if issubclass(cls, base) and not _serialization._is_found(cls):
+            return reduce
+    return None
 
 
 class Peer:
@@ -128,11 +143,21 @@ class _Pickler(_serialization._Pickler):
                 return number
             word = self._peer.array(obj)
             return None if word is None else self._word(obj, word)
-        if isinstance(obj, type) and obj is not self._copied and _serialization._stays(obj):
+        if (
+            isinstance(obj, type)
+            and obj is not self._copied
+            and _class_reducer(obj) is None
+            and _serialization._stays(obj)
+        ):
             class_id = id_of_class(obj)
-            if class_id not in self._peer.classes:
-                self._peer.classes.add(class_id)  # before it is pickled: it may refer to itself
-                self._peer.define_class(class_id, obj)
+            with _lock:  # who finds a class known may send it at once
+                if class_id not in self._peer.classes:
+                    self._peer.classes.add(class_id)  # before it is pickled: it may refer to itself
+                    try:
+                        self._peer.define_class(class_id, obj)
+                    except BaseException:
+                        self._peer.classes.discard(class_id)
+                        raise
             self.held.append(obj)
             return class_id
         return None
@@ -147,13 +172,19 @@ class _Pickler(_serialization._Pickler):
         kind = type(obj)
         if (reduce := _reducers.get(kind)) is not None:
             return reduce(obj)
+        if isinstance(obj, type) and (reduce := _class_reducer(obj)) is not None:
+            return reduce(obj)
         if kind is Parcel:
             self.parcels.append(obj)
             return obj.reduce()
+        if kind is Packed:
+            return first_array, (obj.parcel,)
         if kind is np.ndarray and (parcel := array_parcel(obj)) is not None:
             return only_array, (parcel,)
         if kind is _compat.ArrayImpl:
             return _local_array, (_data_of(obj),)
+        if kind is jax.custom_jvp or kind is jax.custom_vjp:  # their own way does not unpickle
+            return kind, (obj.fun,), dict(vars(obj))
         if isinstance(obj, jax.Array):  # a typed key
             return _wrap_key, (_compat.key_data(obj), _compat.key_impl(obj.dtype))
         reduced = super().reducer_override(obj)
@@ -212,6 +243,29 @@ def dumps(obj: Any, peer: Peer, copied: type | None = None) -> Pickled:
     return Pickled(file.getvalue(), tuple(pickler.words), pickler.parcels, pickler.held)
 
 
+class _Definition:
+    """A class with how it was registered as a pytree; loading it gives the class."""
+
+    def __init__(self, cls: type, registration: tuple[Any, Any]) -> None:
+        self._cls = cls
+        self._registration = registration
+
+    def __reduce__(self) -> Any:
+        return _define, (self._cls, *self._registration)
+
+
+def _define(cls: type, register: Callable[..., Any], arguments: tuple[Any, ...]) -> type:
+    with contextlib.suppress(ValueError):  # it is registered already
+        register(*arguments)
+    return cls
+
+
+def dumps_class(cls: type, peer: Peer) -> Pickled:
+    """Pickle a class that the other side cannot import."""
+    registration = _compat.pytree_registration(cls)
+    return dumps(cls if registration is None else _Definition(cls, registration), peer, cls)
+
+
 def loads(data: bytes, things: Sequence[Any], find_class_by_id: Callable[[str], type]) -> Any:
     """Undo :func:`dumps`. Unpickling runs code: it trusts the sender."""
     return _Unpickler(data, things, find_class_by_id).load()
@@ -259,13 +313,17 @@ def _local_class(class_id: str) -> type:
     return found
 
 
-def load_error(parts: tuple[bytes, str, str, str], host: str) -> BaseException:
+def load_error(
+    parts: tuple[bytes, str, str, str],
+    host: str,
+    find_class_by_id: Callable[[str], type] = _local_class,
+) -> BaseException:
     """Undo :func:`dump_error`; a :exc:`RemoteError` in place of what cannot be unpickled here."""
     data, kind, text, lines = parts
     error: BaseException | None = None
     if data:
         with contextlib.suppress(Exception):
-            loaded, notes = loads(data, (), _local_class)
+            loaded, notes = loads(data, (), find_class_by_id)
             if isinstance(loaded, BaseException):
                 error = loaded
                 for note in notes or ():
@@ -278,6 +336,16 @@ def load_error(parts: tuple[bytes, str, str, str], host: str) -> BaseException:
     return error
 
 
-def describe_failure(error: Exception, what: str) -> ArgumentError:
-    """An argument or result cannot go to another host."""
-    return ArgumentError(f"{what} cannot be sent to another host: {error}")
+def describe_failure(
+    error: Exception, where: str, value: Any, name_path: Callable[[Any], str], peer: Peer
+) -> ArgumentError:
+    """Arguments or a result cannot go to another host: which leaf of them, and why."""
+    way = "values are pickled for other hosts"
+    for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+        try:
+            dumps(leaf, peer)
+        except Exception as reason:
+            return ArgumentError(
+                f"{where}: {name_path(path)} is a {type(leaf).__qualname__}: {reason}; {way}"
+            )
+    return ArgumentError(f"{where}: {error}; {way}")

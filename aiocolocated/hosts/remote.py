@@ -8,13 +8,15 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from aiocolocated import _compat, _compat_hosts, _serialization, _service
+from aiocolocated import _compat, _compat_hosts, _serialization, _service, _specs
 from aiocolocated._exceptions import (
     CallCancelledError,
+    ChannelStoppedError,
     HostError,
     HostLostError,
     SpecError,
@@ -22,7 +24,10 @@ from aiocolocated._exceptions import (
 )
 from aiocolocated._execution import RunnableCall
 from aiocolocated._loops import Wakes
+from aiocolocated._owners import FailureReport
 from aiocolocated._settings import LOCK
+from aiocolocated._submission import stopped_error
+from aiocolocated._types import READY
 from aiocolocated._values import Late
 from aiocolocated.hosts import _parcels, _wire
 
@@ -30,9 +35,15 @@ if TYPE_CHECKING:
     from aiocolocated._specs import Devices
 
 _FORGET_AFTER = 0.005  # seconds that dropped handles are collected
+_FAILURE_GRACE = 1.0  # seconds that other hosts have to fail, too, before the call does
 _MANY = 64  # messages that are sent although more may come
 
+_numbers = itertools.count(1)  # of whatever hosts are told; for all sets, so that one says which
+
 FUTURE, CODE, STREAM = -1, -2, -3  # in place of the number of an array
+
+
+_NONE = pickle.dumps(None, 5)
 
 
 class Reference:
@@ -109,7 +120,11 @@ class Link:
         self.specs: dict[int, tuple[Any, ...]] = {}
         self.transmit: Callable[[bytes], None] = lambda data: None
         self._send_lock = threading.Lock()
+        self.take_log: Callable[[Any], None] = lambda record: None
         self.sent_bytes = self.received_bytes = 0
+        self.sent_messages = self.received_messages = 0
+        self.functions = 0  # that it was told
+        self.handles = 0  # of arrays that it keeps
         self._pid = 0
 
     def post(self, message: Any, wakes: Wakes) -> None:
@@ -123,16 +138,25 @@ class Link:
             with self._send_lock:
                 with LOCK:
                     messages, self.outgoing = self.outgoing, []
+                    transmit = self.transmit  # not that of a host restarted meanwhile
                 if messages and self.lost is None:
                     data = pickle.dumps(messages, 5)
                     self.sent_bytes += len(data)
-                    self.transmit(data)
+                    self.sent_messages += len(messages)
+                    transmit(data)
 
     def receive(self, data: bytes) -> None:
         """Take what the host has sent (the thread that receives)."""
         self.received_bytes += len(data)
         wakes = Wakes()
-        for message in pickle.loads(data):
+        try:
+            self._receive(pickle.loads(data), wakes)
+        finally:
+            wakes.pay()
+
+    def _receive(self, messages: list[Any], wakes: Wakes) -> None:
+        self.received_messages += len(messages)
+        for message in messages:
             kind = message[0]
             if kind == _wire.SPEC:
                 self.specs[message[1]] = self.hosts.load(message[2], ())
@@ -140,6 +164,10 @@ class Link:
                 _parcels.released(message[1], self, message[2])
             elif kind == _wire.KNOWN_CLASS:
                 self.hosts.class_blobs.setdefault(message[1], message[2])
+            elif kind == _wire.LOG:
+                self.take_log(message[1])
+            elif kind == _wire.PONG:
+                pass  # any message is a sign of life
             elif (call := self.calls.get(message[1])) is not None:
                 if kind != _wire.DISPATCHED:
                     del self.calls[message[1]]
@@ -147,7 +175,6 @@ class Link:
                     call.answer(self, message, wakes)
                 except BaseException:  # one broken answer must not lose the others
                     _service.logger.exception("aiocolocated: internal error in an answer")
-        wakes.pay()
 
     def answered(self, pid: int) -> None:
         """The host is up, and its process is this one."""
@@ -175,7 +202,10 @@ class Link:
         _parcels.lost(self)
         _parcels.release_to.pop(self._pid, None)
         for call in calls.values():
-            call.answer(self, (None, call.number, error), wakes)
+            try:
+                call.answer(self, (None, call.number, error), wakes)
+            except BaseException:  # nor must the others go on waiting
+                _service.logger.exception("aiocolocated: internal error in an answer")
         wakes.pay()
 
     def check(self) -> None:
@@ -224,7 +254,8 @@ class Group:
         elif plan.flat is not None and not call._convert:
             words = tuple([reference_of(x).word(self) for x in args])
         else:
-            pickled = self.pickle((args, kwargs), f"an argument of {plan.name}")
+            packed = _parcels.pack_leaves((args, kwargs))
+            pickled = self.pickle(packed, f"call of {plan.name}")
             data, words, parcels = pickled.data, pickled.words, pickled.parcels
             held = pickled.held
             words = tuple(w.reference.word(self)[0] if type(w) is Late else w for w in words)
@@ -234,7 +265,8 @@ class Group:
             state = _wire.dumps(named, _Peer(self)).data
         code = hosts.code_of(plan)
         code.prepare(self, plan._base)
-        channel = call._channel
+        channel: Any = call._channel
+        lane = hosts.channel_code(channel)
         with LOCK:
             for link in self.links:
                 link.check()
@@ -259,6 +291,8 @@ class Group:
                 parcel.claim(self.links)
             for i, link in enumerate(self.links):
                 code.tell(link, wakes)
+                if lane is not None:
+                    lane.tell(link, wakes)
                 link.calls[number] = forwarded
                 if own is not None:
                     message = (*message[:5], own[i].data, own[i].words, state)
@@ -292,19 +326,22 @@ class Group:
                     link.post(message, wakes)
                 return
 
-    def pickle(self, value: Any, what: str) -> _wire.Pickled:
-        """Pickle a value for these hosts.
+    def pickle(self, arguments: tuple[Any, Any], where: str) -> _wire.Pickled:
+        """Pickle the arguments of a call for these hosts.
 
         Raises:
             HostError: it has arrays of other hosts.
             ArgumentError: it cannot be sent.
         """
+        peer = _Peer(self)
         try:
-            return _wire.dumps(value, _Peer(self))
+            return _wire.dumps(arguments, peer)
         except (HostError, MemoryError):
             raise
         except Exception as error:
-            raise _wire.describe_failure(error, what) from error
+            raise _wire.describe_failure(
+                error, where, arguments, _specs.argument_path, peer
+            ) from error
 
 
 class Forwarded:
@@ -332,12 +369,20 @@ class Forwarded:
 
     def answer(self, link: Link, message: Any, wakes: Wakes) -> None:
         """A host has answered, or is lost (the thread that receives)."""
+        if message[0] is None and self.plan.dropped:  # what was to be closed is gone, as was wanted
+            message = (_wire.DONE, self.number, (), _NONE)
         kind = message[0]
         if kind is None and len(self.group.links) > 1:
             with LOCK:  # at once, whatever the others do
                 self.call._fail(wakes, self._lost(message[2]), None)
+        before = self.answers.get(link)
+        if kind == _wire.DONE and before is not None:  # the value has come with DISPATCHED
+            message = (kind, message[1], *before[2:])
         self.answers[link] = message
         if len(self.answers) < len(self.group.links):
+            if kind == _wire.FAILED and len(self.answers) == 1:  # others may wait for it for ever
+                give_up = monotonic() + _FAILURE_GRACE
+                _service.post(partial(_service.call_at, give_up, self._fail_early))
             return
         error: BaseException | None = None
         value = None
@@ -346,16 +391,45 @@ class Forwarded:
         except BaseException as caught:
             error = self.call._as_error(caught)
         final = all(m[0] != _wire.DISPATCHED for m in self.answers.values())
+        if error is not None and not final:
+            return
+        if type(error) is ChannelStoppedError:
+            error = self._stopped(error)
         with LOCK:
-            if final or (
-                error is not None and all(m[0] != _wire.DISPATCHED for m in self.answers.values())
-            ):
+            computing.pop(self.number, None)
+            if final:
                 self.call._over_there(value, error, self.dispatched, wakes)
             elif not self.dispatched:
                 self.dispatched = True
                 self.value = value
+                computing[self.number] = self.call
                 self.call._dispatched_there(value, wakes)
         del error, value
+
+    def _fail_early(self) -> None:
+        """It has failed on some hosts, and others have not answered for a moment (service thread)."""
+        if self.call._state >= READY:
+            return
+        silent = [link.name for link in self.group.links if link not in self.answers]
+        try:
+            self._outcome()
+        except BaseException as caught:
+            error = self.call._as_error(caught)
+            error.add_note(f"{', '.join(silent)} had not answered yet")
+            wakes = Wakes()
+            with LOCK:
+                self.call._fail(wakes, error, None)
+            wakes.pay()
+
+    def _stopped(self, error: BaseException) -> BaseException:
+        """The host says that an earlier call stopped the channel; which one it was is known here."""
+        channel: Any = self.call._channel
+        if (cause := channel._order.stopped) is None:
+            return error
+        with LOCK:
+            self.call._report = FailureReport(error, self.call._describe(), None)
+            self.call._report.retrieve()  # the failure behind it is reported, not each victim
+        return stopped_error(channel.name, cause)
 
     def _lost(self, error: HostLostError) -> HostLostError:
         return HostLostError(f"{error}; {self.call._title()}")
@@ -373,8 +447,8 @@ class Forwarded:
                 errors.append(self.group.hosts.load_error(message[2], link.name))
             elif kind == _wire.CANCELLED:
                 cancelled = CallCancelledError(message[2])
-        if len(errors) == 1:
-            raise errors[0]
+        if len(errors) == 1 or (errors and self.group.collective and self._all_lost(errors)):
+            raise errors[0]  # of a cluster the others are lost with the first
         if errors:
             what = f"{self.plan.name} failed on {len(errors)} hosts"
             raise BaseExceptionGroup(what, errors)
@@ -384,6 +458,10 @@ class Forwarded:
             return self.value
         value, _ = self.plan.finish(self._value())
         return value
+
+    @staticmethod
+    def _all_lost(errors: Sequence[BaseException]) -> bool:
+        return all(isinstance(error, HostLostError) for error in errors)
 
     def _value(self) -> Any:
         answers = [self.answers[link] for link in self.group.links]
@@ -422,6 +500,21 @@ class _Peer(_wire.Peer):
         self._group.hosts.define_class(class_id, cls)
 
 
+class _CodePeer(_Peer):
+    """The same for code, whose arrays need to be only on the hosts that it is told to."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.references: list[Reference] = []
+
+    def array(self, array: Any) -> Any:
+        if not self._group.hosts.owns(array):
+            return None
+        reference = reference_of(array)
+        self.references.append(reference)
+        return (reference.number, reference.leaf)
+
+
 class Code:
     """A function on hosts: told to each when it is first needed there."""
 
@@ -430,6 +523,7 @@ class Code:
         self.number = self.reference.number
         self.held = held
         self._message = message(self.number)
+        self.captured: Sequence[Reference] = ()  # arrays on hosts
         self._needs: tuple[Code, ...] = ()
         self._told: dict[Link, int] = {}
 
@@ -440,6 +534,8 @@ class Code:
 
     def prepare(self, group: Group, base: Any) -> None:
         """Pickle what hosts have to be told of it, and are told each for itself (worker thread)."""
+        for reference in self.captured:
+            reference.word(group)  # raises if it is not there
         for code in self._needs:
             code.prepare(group, base)
 
@@ -454,6 +550,7 @@ class Code:
             for code in self._needs:
                 code.tell(link, wakes)
             self._told[link] = link.generation
+            link.functions += 1
             link.post(self._message, wakes)
 
 
@@ -468,7 +565,7 @@ class HostSet:
         self.links = tuple(
             Link(self, f"{name}-{i}", i, tuple(own)) for i, own in enumerate(devices)
         )
-        self.numbers = itertools.count(1)
+        self.numbers = _numbers
         self.classes: set[str] = set()
         self.class_blobs: dict[str, Any] = {}
         self.dropped: SimpleQueue[tuple[Group, tuple[int, ...], int, int]] = SimpleQueue()
@@ -476,6 +573,7 @@ class HostSet:
         self._lock = threading.RLock()
         self._groups: dict[tuple[Link, ...], Group] = {}
         self._codes: weakref.WeakKeyDictionary[Any, Code] = weakref.WeakKeyDictionary()
+        self._channels: weakref.WeakKeyDictionary[Any, Code] = weakref.WeakKeyDictionary()
         self._class_messages: dict[str, Any] = {}
         self.all = self.group(self.links)
 
@@ -493,6 +591,7 @@ class HostSet:
         """A host has come back, with nothing on it (under the lock)."""
         link.lost = None
         link.generation += 1
+        link.functions = link.handles = 0
         link.outgoing = list(self._class_messages.values())
         for group in self._groups.values():
             if link in group.links:
@@ -525,10 +624,11 @@ class HostSet:
             copied = function if isinstance(function, type) else None
             if copied is not None and not _serialization._stays(copied):
                 copied = None
-            pickled = _wire.dumps(function, _Peer(self.all))
+            peer = _CodePeer(self.all)
+            pickled = _wire.dumps(function, peer)
         except Exception as error:
             raise _serialization._explain(function, error) from error
-        return Code(
+        code = Code(
             self,
             lambda number: (
                 _wire.FUNCTION,
@@ -540,6 +640,8 @@ class HostSet:
             ),
             pickled.held,
         )
+        code.captured = peer.references
+        return code
 
     def method_code(self, of: Code, getter: Any, kind: str, name: str) -> Code:
         """Ship how a method is got from its object."""
@@ -551,8 +653,27 @@ class HostSet:
         )
         return code.after(of)
 
+    def channel_code(self, channel: Any) -> Code | None:
+        """What hosts have to be told of a channel, if it is not like any other."""
+        order = channel._order
+        if not channel._dedicated and order.on_error == "continue" and order.max_in_flight == 8:
+            return None
+        options = {
+            "name": channel.name,
+            "max_in_flight": order.max_in_flight,
+            "on_error": order.on_error,
+            "dedicated_thread": channel._dedicated,
+        }
+        with self._lock:
+            code = self._channels.get(channel)
+            if code is None:
+                code = self._channels[channel] = Code(
+                    self, lambda number: (_wire.CHANNEL, number, channel._number, options)
+                )
+        return code
+
     def define_class(self, class_id: str, cls: type) -> None:
-        pickled = _wire.dumps(cls, _Peer(self.all), cls)
+        pickled = _wire.dumps_class(cls, _Peer(self.all))
         message = (_wire.CLASS, class_id, pickled.data, pickled.words)
         with LOCK:
             self._class_messages[class_id] = message
@@ -576,6 +697,9 @@ class HostSet:
     def _handle(spec: tuple[Any, ...], group: Group, number: int, leaf: int) -> Any:
         handle = _compat_hosts.make_handle(*spec)
         handle._aiocolocated = Reference(group, number, leaf)
+        with LOCK:
+            for link in group.links:
+                link.handles += 1
         return handle
 
     def load(self, data: bytes, things: Sequence[Any]) -> Any:
@@ -586,7 +710,7 @@ class HostSet:
             loading.hosts = None
 
     def load_error(self, parts: Any, host: str) -> BaseException:
-        return _wire.load_error(parts, host)
+        return _wire.load_error(parts, host, self._class)
 
     def _class(self, class_id: str) -> type:
         found = _wire.known_class(class_id)
@@ -619,9 +743,24 @@ class HostSet:
         wakes = Wakes()
         with LOCK:
             for link, pairs in lists.items():
+                link.handles -= sum(leaf >= 0 for _, leaf in pairs)
                 if link.lost is None:
                     link.post((_wire.FORGET, pairs), wakes)
         wakes.pay()
+
+
+# Calls whose arrays are still computing on their hosts, by number: their handles are not ready.
+computing: dict[int, Any] = {}
+
+
+def calls_behind(leaves: Sequence[Any]) -> list[Any]:
+    """The calls that still compute some handles, each once."""
+    found: dict[int, Any] = {}
+    for leaf in leaves:
+        reference = getattr(leaf, "_aiocolocated", None)
+        if type(reference) is Reference and (call := computing.get(reference.number)) is not None:
+            found[reference.number] = call
+    return list(found.values())
 
 
 # --- which hosts a device belongs to --------------------------------------------------------------------
@@ -652,8 +791,8 @@ def hosts_of(device: Any) -> HostSet | None:
     return None if link is None else link.hosts
 
 
-def any_hosts() -> bool:
-    """Whether there are hosts in other processes."""
+def hosts_are_open() -> bool:
+    """Whether any device of another process is known."""
     return bool(_by_device)
 
 

@@ -384,7 +384,8 @@ def _open_descriptors() -> dict[int, str]:
             found[int(number)] = os.readlink(f"{_DESCRIPTORS}/{number}")
         except OSError:  # the one that listed the folder
             continue
-    return found
+    # Memory that the library keeps for the next transfers to hosts.
+    return {n: target for n, target in found.items() if "memfd:aiocolocated" not in target}
 
 
 def _library_descriptors() -> set[int]:
