@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 _HOST = """\
 Serve one controller as a host process. The library starts it: it reads one line of JSON from standard
-input, which has the addresses, the keys and the devices, and ends when standard input ends, as it does
-when the controller is gone. Keys never stand on a command line.
+input, which has the addresses, the key and the devices, and ends when standard input ends, as it does
+when the controller is gone. By hand it is started with --connect, as ManualLauncher says, and ends with
+its connection. The key never stands on a command line.
 """
 
 _DOCTOR = """\

@@ -140,7 +140,12 @@ def launchers() -> list[dict[str, str]]:
             "name": "processes",
             "starts": f"new interpreters on this machine: {sys.executable}",
             "advice": "" if sys.executable else "this Python does not know its own executable",
-        }
+        },
+        {
+            "name": "by hand",
+            "starts": "nothing: ManualLauncher says what to run",
+            "advice": "",
+        },
     ]
 
 
@@ -172,7 +177,7 @@ def _configuration() -> str:
 
 def _detached() -> str:
     first = _compat_hosts.FIRST_DEVICE
-    devices = _compat_hosts.detached_devices({first: 0, first + 1: 1})
+    devices, _ = _compat_hosts.detached_devices({first: 0, first + 1: 1})
     assert [d.process_index for d in devices] == [0, 1]
     return "devices of other processes, and handles for their arrays"
 

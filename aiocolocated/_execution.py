@@ -306,12 +306,12 @@ class RunnableCall(Call):
             ):
                 self._report_late(error)
         elif error is not None:
-            traceback = get_traceback(error)
+            failure, traceback = error, get_traceback(error)
             for dependency in self._dependencies or ():
                 if dependency._state == FAILED:  # then it is that error that has come back
                     dependency._pass_error_on(self)
-                    error, traceback = dependency._value, dependency._traceback
-            self._fail(wakes, error, traceback)
+                    failure, traceback = dependency._value, dependency._traceback
+            self._fail(wakes, failure, traceback)
         else:
             self._settle(wakes, READY, value)
         self._left_hosts(order.computed() if dispatched else order.over_there(), wakes)

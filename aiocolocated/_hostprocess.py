@@ -557,6 +557,8 @@ class Server:
         Raises:
             ArgumentError: it cannot be sent.
         """
+        if type(value) is _wire.Plain:
+            return Result(value, value.pickled(), [])
         peer = _Peer(self, self._peer.classes)
         try:
             pickled = _wire.dumps(value, peer)
@@ -636,7 +638,7 @@ def main(source: str | None = None) -> None:
     cluster = config.get("cluster")
     if cluster is None:
         process_of = {int(k): v for k, v in config["process_of"].items()}
-        _compat_hosts.become_host(config["devices"], process_of)
+        _compat_hosts.become_host(config["devices"], process_of, config["devices_by"])
     else:
         jax.config.update("jax_num_cpu_devices", len(config["devices"]))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

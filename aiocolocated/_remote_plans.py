@@ -73,6 +73,10 @@ class RemoteSpecialization(Specialization):
             if self.group not in owner.places:
                 owner.called_on(self.group, self.devices)
 
+    def for_hosts(self, args: Any) -> Sequence[Any]:
+        """What each host gets, if that is not the same: ``(args, kwargs)`` for each."""
+        return args  # type: ignore[no-any-return]
+
     @property
     def asynchronous(self) -> bool:
         """Whether the body is a coroutine, whose clean-up is waited for."""

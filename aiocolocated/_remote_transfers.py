@@ -22,6 +22,7 @@ from aiocolocated._remote_plans import RemoteSpecialization
 from aiocolocated._specializations import FunctionCode
 from aiocolocated._submission import submit
 from aiocolocated.hosts._parcels import Parcel
+from aiocolocated.hosts._wire import Fixed, Plain
 from aiocolocated.hosts.inprocess import inprocess_host
 from aiocolocated.hosts.remote import group_of, hosts_of
 
@@ -79,6 +80,13 @@ def _pack(arrays: Sequence[Any], wanted: Sequence[Sequence[int]], shared: bool) 
     return packed
 
 
+def _pack_whole(*arrays: Any) -> Plain:
+    """Pack arrays of which this host has all (body)."""
+    parcels = [Parcel([np.asarray(array.addressable_shards[0].data)]) for array in arrays]
+    return Plain(parcels, parcels)
+
+
+_pack_whole_code = FunctionCode(_pack_whole, inprocess_host())
 _place_code = FunctionCode(_place, inprocess_host())
 _pack_code = FunctionCode(_pack, inprocess_host())
 
@@ -174,6 +182,14 @@ def _put_group(
     group: Group, leaves: Sequence[Any], shardings: Sequence[Any]
 ) -> tuple[ArrayFuture[Any], list[Callable[[Any], Any]], Any]:
     """Send arrays to a group of hosts; the call, what makes results of its arrays, its arguments."""
+    args, wraps, devices = _packed_for(group, leaves, shardings)
+    return _call(_place_code, group, devices, args), wraps, args
+
+
+def _packed_for(
+    group: Group, leaves: Sequence[Any], shardings: Sequence[Any]
+) -> tuple[list[Any], list[Callable[[Any], Any]], tuple[Any, ...]]:
+    """Arrays packed for hosts: what each gets, what makes results of what they give, all devices."""
     per_host: list[list[Any]] = [[] for _ in group.links]
     wraps: list[Callable[[Any], Any]] = []
     devices: dict[Any, None] = {}
@@ -198,9 +214,102 @@ def _put_group(
                     chosen = parts[:1]
             else:
                 chosen = [(w, Parcel([source[tuple(slice(*s) for s in w)]])) for w in wanted]
-            sent.append((shape, dtype, sharding, chosen))
+            sent.append((shape, dtype, Fixed(sharding), chosen))
     args: list[Any] = [((leaves_of_host,), {}) for leaves_of_host in per_host]
-    return _call(_place_code, group, tuple(devices), args), wraps, args
+    return args, wraps, tuple(devices)
+
+
+class PutThere(RemoteSpecialization):
+    """What a transfer from this process to hosts runs: nothing here but the packing."""
+
+    __slots__ = ("_describe", "_leaves", "_sharding", "_tree", "_wraps")
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        tree: Any,
+        sharding: Any,
+        group: Group,
+        describe: Callable[[int], str],
+    ) -> None:
+        super().__init__(_place_code, None, None, _compat.device_list(sharding), group)
+        self.name = "device_put"
+        self.per_host = True
+        self._leaves: Sequence[Any] = leaves
+        self._tree = tree
+        self._sharding = sharding
+        self._describe: Callable[[int], str] | None = describe
+        self._wraps: list[Callable[[Any], Any]] = []
+
+    def for_hosts(self, args: Any) -> Sequence[Any]:
+        leaves, self._leaves = self._leaves, ()
+        describe, self._describe = self._describe, None
+        per_host: list[list[Any]] = [[] for _ in self.group.links]
+        for i, leaf in enumerate(leaves):
+            try:
+                packed, wraps, _ = _packed_for(self.group, [leaf], [self._sharding])
+            except Exception as error:
+                assert describe is not None
+                error.add_note(f"device_put: the leaf is {describe(i)}")
+                raise
+            self._wraps += wraps
+            for sent, (one, _) in zip(per_host, packed, strict=True):
+                sent += one[0]
+        return [
+            Plain(((sent,), {}), [parcel for *_, parts in sent for _, parcel in parts])
+            for sent in per_host
+        ]
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        leaves = [wrap(made) for wrap, made in zip(self._wraps, value, strict=True)]
+        return jax.tree_util.tree_unflatten(self._tree, leaves), ()
+
+
+def put_there(
+    leaves: Sequence[Any], tree: Any, device: Any, describe: Callable[[int], str]
+) -> PutThere | None:
+    """The plan of a transfer from this process to the hosts of one sharding, if it is one."""
+    if not is_remote(device) or any(map(is_remote, leaves)):
+        return None
+    if isinstance(device, _compat.Device):
+        device = jax.sharding.SingleDeviceSharding(device)
+    group = group_of(_compat.device_list(device))
+    assert group is not None
+    return PutThere(leaves, tree, device, group, describe)
+
+
+class GetThere(RemoteSpecialization):
+    """What a transfer of whole arrays from one host runs: nothing here."""
+
+    __slots__ = ("_tree", "_wraps")
+
+    def __init__(self, leaves: Sequence[Any], tree: Any, group: Group) -> None:
+        devices = _compat.device_list(leaves[0].sharding)
+        flat = ((None, None),) * len(leaves)  # there is nothing to look at in the arguments
+        super().__init__(_pack_whole_code, None, None, devices, group, flat)
+        self.name = "device_get"
+        self._tree = tree
+        self._wraps = [_source(leaf)[1] for leaf in leaves]
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        leaves = [wrap(parcel.arrays()[0]) for wrap, parcel in zip(self._wraps, value, strict=True)]
+        return jax.tree_util.tree_unflatten(self._tree, leaves), ()
+
+
+def get_there(leaves: Sequence[Any], tree: Any) -> GetThere | None:
+    """The plan of a transfer of whole arrays from one host, if it is one."""
+    if not leaves or not all(isinstance(x, jax.Array) and is_remote(x) for x in leaves):
+        return None
+    groups = {group_of(_compat.device_list(x.sharding)) for x in leaves}
+    group = groups.pop()
+    if (
+        groups
+        or group is None
+        or len(group.links) > 1
+        or not all(x.sharding.is_fully_replicated for x in leaves)
+    ):
+        return None
+    return GetThere(leaves, tree, group)
 
 
 def _compat_sharding(key: Any, sharding: Any) -> Any:
@@ -224,7 +333,9 @@ def _source(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
         return leaf, lambda made: made
     data = np.asarray(leaf)
     if not _values.is_numpy(data) or data.dtype.kind == "T":
-        raise TypeError(f"a value of dtype {data.dtype} cannot be put on devices of other processes")
+        raise TypeError(
+            f"a value of dtype {data.dtype} cannot be put on devices of other processes"
+        )
     return data.astype(jax.dtypes.canonicalize_dtype(data.dtype), copy=False), lambda made: made
 
 

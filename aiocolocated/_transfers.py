@@ -24,10 +24,12 @@ from aiocolocated._execution import RunnableCall
 from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import Owner, current_owner
-from aiocolocated._remote_transfers import is_remote
+from aiocolocated._remote_plans import RemoteSpecialization
+from aiocolocated._remote_transfers import get_there, is_remote, put_there
 from aiocolocated._submission import submit, transfers
 from aiocolocated._types import RUNNING
 from aiocolocated._workers import local
+from aiocolocated.hosts.remote import hosts_are_open
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -281,7 +283,17 @@ class _Transfer:
         call._gate = transfers
         call._object = _Room(call)
         call._wide = self.may_compute(sources)
+        if hosts_are_open() and (plan := self.there(parcel)) is not None:
+            call._plan = plan
+            if plan.flat is not None:
+                call._args = tuple(sources)
+            call._group = plan.group
+            call._light = True
         return sources
+
+    def there(self, parcel: _Parcel) -> RemoteSpecialization | None:
+        """The plan of a transfer that hosts see to, and no thread of this process."""
+        return None
 
     def _run(self, parcel: _Parcel) -> _Parcel:
         call = local.call
@@ -342,6 +354,12 @@ class _Put(_Transfer):
     def sizes(self, leaves: Sequence[Any]) -> list[int]:
         return [n if type(n := getattr(x, "nbytes", 0)) is int else 0 for x in leaves]
 
+    def there(self, parcel: _Parcel) -> RemoteSpecialization | None:
+        options = parcel.options
+        if options["donate"] is not False:
+            return None
+        return put_there(parcel.leaves, parcel.tree, options["device"], parcel.describe)
+
     def may_compute(self, sources: Sequence[Any]) -> bool:
         return any(len(a.sharding.device_set) > 1 and not is_remote(a) for a in sources)
 
@@ -386,6 +404,11 @@ class _Get(_Transfer):
     def sizes(self, leaves: Sequence[Any]) -> list[int]:
         kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
         return [x.nbytes if type(x) in kinds else 0 for x in leaves]
+
+    def there(self, parcel: _Parcel) -> RemoteSpecialization | None:
+        if sum(parcel.sizes) > _PART_BYTES:  # mapping so much takes a moment
+            return None
+        return get_there(parcel.leaves, parcel.tree)
 
     def begin(self, parcel: _Parcel) -> None:
         """Start every copy, as JAX does for one part."""

@@ -465,11 +465,11 @@ class Pool:
         if worker.waiting == 1 and not worker.dedicated:
             self.unstick(worker)
             self.waiting += 1
-            if self.ready:
+            if queue := self.light or self.ready:
                 if self.idle:
-                    self._hand(self.idle.pop(), self.ready.popleft())
+                    self._hand(self.idle.pop(), queue.popleft())
                 elif self._active() < _settings.current.worker_limit and self._may_add(monotonic()):
-                    self._add_worker(self.ready.popleft())
+                    self._add_worker(queue.popleft())
         return True
 
     def end_wait(self, worker: Worker) -> None:

@@ -37,18 +37,19 @@ def pack(record: logging.LogRecord) -> Record:
     exc_text = record.exc_text
     if exc_text is None and record.exc_info and record.exc_info[0] is not None:
         exc_text = _formatter.formatException(record.exc_info)
+    # Plain for sure: what the controller cannot unpickle loses the host.
     return (
-        record.name,
-        record.levelno,
-        record.getMessage(),
-        exc_text,
-        record.stack_info,
-        record.created,
-        record.pathname,
-        record.lineno,
-        record.funcName,
-        record.threadName,
-        record.process,
+        str(record.name),
+        int(record.levelno),
+        str(record.getMessage()),
+        None if exc_text is None else str(exc_text),
+        None if record.stack_info is None else str(record.stack_info),
+        float(record.created),
+        str(record.pathname),
+        int(record.lineno),
+        str(record.funcName),
+        str(record.threadName),
+        os.getpid(),
     )
 
 
@@ -70,6 +71,13 @@ class ForwardingHandler(logging.Handler):
 
     def createLock(self) -> None:  # a deque needs none
         self.lock = None
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """As every handler; that of Python 3.13 enters the lock, although there may be none."""
+        kept: Any = self.filter(record)
+        if kept:
+            self.emit(kept if isinstance(kept, logging.LogRecord) else record)
+        return bool(kept)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record until it is sent."""

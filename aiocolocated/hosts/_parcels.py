@@ -68,6 +68,9 @@ class Parcel:
         else:
             self._layout = arrays
 
+    def __reduce__(self) -> Any:
+        return self.reduce()
+
     # -- the sender -------------------------------------------------------------------------------------
 
     def reduce(self) -> Any:
@@ -97,7 +100,8 @@ class Parcel:
                 dropped = functools.partial(_dropped, self._token[0], self._key, self._reuse)
                 if not self._owned:
                     dropped = functools.partial(_dropped, 0, 0, False)
-                data = _shared.attach(self._token, private=private, dropped=dropped)
+                keep = self._owned and self._reuse and not private
+                data = _shared.attach(self._token, private=private, keep=keep, dropped=dropped)
                 self._owned = False
                 self._arrays = [
                     np.frombuffer(
@@ -214,7 +218,7 @@ def _is_mapped(leaf: Any) -> bool:
         return False  # what is hidden in other objects is the body's to write to
     while isinstance(leaf, (np.ndarray, memoryview)):
         leaf = leaf.base if isinstance(leaf, np.ndarray) else leaf.obj
-    return isinstance(leaf, _shared._Mapping)
+    return isinstance(leaf, (_shared._Mapping, _shared._Lease))
 
 
 # NumPy values of a call's arguments that came as parcels are nobody else's: JAX may use their memory.

@@ -48,9 +48,10 @@ def _libc() -> Any:
 class _Mapping:
     """A part of the address space that NumPy can look at, until the last view is gone."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "_unmap", "dropped")
+    __slots__ = ("__array_interface__", "__weakref__", "_unmap", "dropped", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, flags: int, *, writable: bool) -> None:
+        self.nbytes = nbytes
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         # ctypes asks for the errno of the thread, and lets other threads run meanwhile.
         address = _libc().mmap(None, nbytes, protection, flags, fd, 0)
@@ -75,6 +76,27 @@ class _Mapping:
             self._unmap()
         else:
             self.dropped(self._unmap)
+
+
+class _Lease:
+    """A look at a mapping that is kept for the next segment in the same file."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_mapping", "dropped")
+
+    def __init__(
+        self, mapping: _Mapping, nbytes: int, dropped: Callable[[Callable[[], Any]], Any] | None
+    ) -> None:
+        self._mapping = mapping
+        self.dropped = dropped
+        self.__array_interface__ = {**mapping.__array_interface__, "shape": (nbytes,)}
+
+    def __del__(self) -> None:
+        if self.dropped is not None:
+            self.dropped(_nothing)
+
+
+def _nothing() -> None:
+    """There is nothing to unmap."""
 
 
 # --- the sender's side --------------------------------------------------------------------------------
@@ -302,6 +324,7 @@ def attach(
     token: Token,
     *,
     private: bool = False,
+    keep: bool = False,
     dropped: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> memoryview:
     """The bytes of a segment, here or in another process, without a copy.
@@ -314,6 +337,8 @@ def attach(
         token: :attr:`Segment.token`.
         private: the bytes may be written to, which nobody else sees: a page is copied when it is
             first written. Otherwise they are read-only.
+        keep: keep the mapping for the next segment in the same memory, which costs a page fault for each
+            page otherwise, as much as copying it. Only for segments that are recycled; see :class:`Kept`.
         dropped: is called when the last view is gone, on any thread and under any lock, with a
             function that unmaps the memory; that one may take 200 ms for each GiB, and is to be called
             once. Without it the thread that drops the last view unmaps. An empty segment is never
@@ -329,6 +354,8 @@ def attach(
     """
     pid, fd, inode, nbytes = token
     name = f"segment {fd} of process {pid}"
+    if keep and (mapping := kept.get(token)) is not None:
+        return np.asarray(_Lease(mapping, nbytes, dropped)).data
     try:
         # If the descriptor means something else by now, opening must neither wait nor get a terminal.
         here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -348,12 +375,58 @@ def attach(
         if nbytes == 0:
             return memoryview(bytearray() if private else b"")
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        if keep and found.st_size <= kept.limit:
+            mapping = _Mapping(here, found.st_size, flags | _POPULATE, writable=False)
+            kept.add(token, mapping)
+            return np.asarray(_Lease(mapping, nbytes, dropped)).data
         mapping = _Mapping(here, nbytes, flags, writable=private)
     finally:
         if here >= 0:
             os.close(here)
     mapping.dropped = dropped
     return np.asarray(mapping).data
+
+
+class Kept:
+    """Mappings of other processes' segments that are kept, as the pools there keep their files.
+
+    Args:
+        limit: how many bytes are kept at most; the longest unused go first.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._mappings: dict[tuple[int, int, int], _Mapping] = {}  # the longest unused first
+        self._lock = threading.Lock()
+
+    def get(self, token: Token) -> _Mapping | None:
+        *key, nbytes = token
+        with self._lock:
+            mapping = self._mappings.pop(tuple(key), None)  # type: ignore[arg-type]
+            if mapping is None or mapping.nbytes < nbytes:
+                return None
+            self._mappings[tuple(key)] = mapping  # type: ignore[index]
+            return mapping
+
+    def add(self, token: Token, mapping: _Mapping) -> None:
+        gone: list[_Mapping] = []
+        with self._lock:
+            self._mappings[token[:3]] = mapping
+            size = sum(m.nbytes for m in self._mappings.values())
+            while size > self.limit or len(self._mappings) > _MOST_FREE:
+                gone.append(self._mappings.pop(next(iter(self._mappings))))
+                size -= gone[-1].nbytes
+        gone.clear()  # unmaps, not under the lock
+
+    def forget(self, pid: int | None = None) -> None:
+        """Let go of the mappings of a process, or of all."""
+        with self._lock:
+            keys = [key for key in self._mappings if pid in (None, key[0])]
+            gone = [self._mappings.pop(key) for key in keys]
+        gone.clear()
+
+
+kept = Kept(256 << 20)
 
 
 def _ended(pid: int) -> bool:

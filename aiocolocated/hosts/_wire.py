@@ -172,8 +172,6 @@ class _Pickler(_serialization._Pickler):
         kind = type(obj)
         if (reduce := _reducers.get(kind)) is not None:
             return reduce(obj)
-        if isinstance(obj, type) and (reduce := _class_reducer(obj)) is not None:
-            return reduce(obj)
         if kind is Parcel:
             self.parcels.append(obj)
             return obj.reduce()
@@ -187,6 +185,8 @@ class _Pickler(_serialization._Pickler):
             return kind, (obj.fun,), dict(vars(obj))
         if isinstance(obj, jax.Array):  # a typed key
             return _wrap_key, (_compat.key_data(obj), _compat.key_impl(obj.dtype))
+        if isinstance(obj, type) and (reduce := _class_reducer(obj)) is not None:
+            return reduce(obj)
         reduced = super().reducer_override(obj)
         if self._copied is not None and obj is self._copied and isinstance(reduced, tuple):
             skeleton, arguments, *rest = reduced
@@ -264,6 +264,49 @@ def dumps_class(cls: type, peer: Peer) -> Pickled:
     """Pickle a class that the other side cannot import."""
     registration = _compat.pytree_registration(cls)
     return dumps(cls if registration is None else _Definition(cls, registration), peer, cls)
+
+
+class Plain:
+    """A value of the library's own: plain Python values and parcels, which it takes no time to pickle."""
+
+    __slots__ = ("parcels", "value")
+
+    def __init__(self, value: Any, parcels: list[Parcel]) -> None:
+        self.value = value
+        self.parcels = parcels
+
+    def pickled(self) -> Pickled:
+        return Pickled(pickle.dumps(self.value, 5), (), self.parcels, [])
+
+
+class Fixed:
+    """Something that is sent time and again, such as a sharding: pickled and unpickled once."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        data = _fixed_data.get(self.value)
+        if data is None:
+            if len(_fixed_data) >= _MOST_FIXED:
+                _fixed_data.clear()
+            data = _fixed_data[self.value] = dumps(self.value, Peer()).data
+        return _find_fixed, (data,)
+
+
+_MOST_FIXED = 1024
+_fixed_data: dict[Any, bytes] = {}
+_fixed: dict[bytes, Any] = {}
+
+
+def _find_fixed(data: bytes) -> Any:
+    if data not in _fixed:
+        if len(_fixed) >= _MOST_FIXED:
+            _fixed.clear()
+        _fixed[data] = loads(data, (), _local_class)
+    return _fixed[data]
 
 
 def loads(data: bytes, things: Sequence[Any], find_class_by_id: Callable[[str], type]) -> Any:

@@ -176,21 +176,21 @@ class Hosts:
     def _open(self) -> None:
         _sockets.require_zmq()
         process_of = self._name_devices()
-        devices = tuple(_compat_hosts.detached_devices(process_of))
+        devices, way = _compat_hosts.detached_devices(process_of)
         k = self._cpu_devices
         hosts = HostSet(
             self._name,
             [devices[i * k : (i + 1) * k] for i in range(self._n)],
             collectives=self._collectives,
         )
-        config_of = partial(_config_of, _Coordinator(self._interface), process_of)
+        config_of = partial(_config_of, _Coordinator(self._interface), process_of, way)
         supervisor = Supervisor(hosts, self._launcher, config_of, self._interface, self._times)
         with LOCK:
             if self._closing:
                 raise HostError("the hosts were closed while they were opened")
             _service.watch(+1)
             _service.start()
-            self._devices = devices
+            self._devices = tuple(devices)
             self._hosts = tuple(RemoteHost(host) for host in supervisor.hosts)
             self._set = hosts
             self._supervisor = supervisor
@@ -209,9 +209,11 @@ class Hosts:
         if self._collectives:  # a cluster has ids of its own
             ids = [_compat_hosts.cluster_device(i, j) for i in range(n) for j in range(k)]
         else:
+            step = _compat_hosts.DEVICES_PER_PROCESS
+            step *= -(-k // step)
             with LOCK:
-                first, _next_device = _next_device, _next_device + n * k
-            ids = list(range(first, first + n * k))
+                first, _next_device = _next_device, _next_device + n * step
+            ids = [first + i * step + j for i in range(n) for j in range(k)]
         return {device: i // k for i, device in enumerate(ids)}
 
     # -- restarting ---------------------------------------------------------------------------------------
@@ -406,11 +408,14 @@ class _Coordinator:
             self.address = f"{self._interface}:{free.getsockname()[1]}"
 
 
-def _config_of(coordinator: _Coordinator, process_of: dict[int, int], link: Link) -> dict[str, Any]:
+def _config_of(
+    coordinator: _Coordinator, process_of: dict[int, int], way: str, link: Link
+) -> dict[str, Any]:
     """What one host has to know (the hosts' thread, for one host after the other)."""
     config: dict[str, Any] = {
         "devices": [device.id for device in link.devices],
         "process_of": {str(device): index for device, index in process_of.items()},
+        "devices_by": way,
         "sys_path": sys.path,
         "parent": os.getpid(),
     }

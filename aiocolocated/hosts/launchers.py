@@ -243,8 +243,8 @@ class ManualLauncher:
             if absent.
         python: the interpreter in the command.
 
-    The host must reach ``interface``, an argument of :func:`~aiocolocated.open_hosts`, and needs the same versions. What
-    it prints stays there. It ends when the connection does.
+    The host must reach ``interface``, an argument of :func:`~aiocolocated.open_hosts`, and needs the same
+    versions. What it prints stays there. It ends when the connection does.
 
     Example:
         >>> async with open_hosts(n=1, launcher=ManualLauncher(), start_timeout=600) as hosts:

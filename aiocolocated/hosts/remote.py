@@ -29,7 +29,7 @@ from aiocolocated._settings import LOCK
 from aiocolocated._submission import stopped_error
 from aiocolocated._types import READY
 from aiocolocated._values import Late
-from aiocolocated.hosts import _parcels, _wire
+from aiocolocated.hosts import _parcels, _shared, _wire
 
 if TYPE_CHECKING:
     from aiocolocated._specs import Devices
@@ -201,6 +201,7 @@ class Link:
             self.specs = {}
         _parcels.lost(self)
         _parcels.release_to.pop(self._pid, None)
+        _shared.kept.forget(self._pid)
         for call in calls.values():
             try:
                 call.answer(self, (None, call.number, error), wakes)
@@ -250,7 +251,10 @@ class Group:
         words: tuple[Any, ...] = ()
         parcels: Sequence[Any] = ()
         if plan.per_host:
-            own = [_wire.dumps(value, _Peer(self)) for value in args[0]]
+            own = [
+                value.pickled() if type(value) is _wire.Plain else _wire.dumps(value, _Peer(self))
+                for value in plan.for_hosts(*args)
+            ]
         elif plan.flat is not None and not call._convert:
             words = tuple([reference_of(x).word(self) for x in args])
         else:

@@ -54,11 +54,10 @@ class HostsUnderTest:
 
     def on(self, function: Callable[..., Any], host: int = 0) -> ColocatedFunction[..., Any]:
         """A function that runs on the first device of a host."""
-        return colocated_python(function).specialize(devices=self.devices[host][0])
+        colocated: ColocatedFunction[..., Any] = colocated_python(function)
+        return colocated.specialize(devices=self.devices[host][0])
 
-    def aside(
-        self, function: Callable[..., Any], *args: Any, host: int = 0
-    ) -> ArrayFuture[Any]:
+    def aside(self, function: Callable[..., Any], *args: Any, host: int = 0) -> ArrayFuture[Any]:
         """A call beside all others, in a channel of its own."""
         return TaskChannel().submit_nowait(self.on(function, host), *args)
 
@@ -95,13 +94,17 @@ class Suite:
         return uuid.uuid4().hex
 
 
+def same_structure(one: Any, other: Any) -> bool:
+    """Whether two trees differ in nothing but their leaves."""
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
+    return bool(structures[0] == structures[1])
+
+
 def same_leaves(one: Any, other: Any) -> bool:
     """Whether two trees are equal, down to types, dtypes and bits of NumPy values."""
-    leaves, tree = jax.tree.flatten(one)
-    others, other_tree = jax.tree.flatten(other)
-    if tree != other_tree:
+    if not same_structure(one, other):
         return False
-    for a, b in zip(leaves, others, strict=True):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         a_array, b_array = hasattr(a, "dtype"), hasattr(b, "dtype")
         if a_array != b_array:
             return False

@@ -108,6 +108,20 @@ class Errors(Suite):
             assert "of the body" in caught.value.__notes__
             assert len(caught.value.__notes__) == 2
 
+    async def test_exception_class_of_the_host(self, hosts: HostsUnderTest) -> None:
+        """One that a body makes arrives as one of its base class."""
+
+        def body() -> None:
+            class Own(LookupError):
+                code = 3
+
+            raise Own("own")
+
+        with pytest.raises(LookupError, match="own") as caught:
+            await hosts.on(body)()
+        assert type(caught.value).__name__ == "Own"
+        assert caught.value.code == 3  # type: ignore[attr-defined]
+
     async def test_exception_group(self, hosts: HostsUnderTest) -> None:
         """Its parts keep their types."""
 
@@ -177,9 +191,7 @@ class Errors(Suite):
         if not hosts.handles:
             assert type(caught.value.__cause__) is kind
 
-    async def test_error_that_nobody_retrieved_joins_its_block(
-        self, hosts: HostsUnderTest
-    ) -> None:
+    async def test_error_that_nobody_retrieved_joins_its_block(self, hosts: HostsUnderTest) -> None:
         """Once, with the others of the block."""
         with pytest.raises(ExceptionGroup) as caught:
             async with open_task_channel("block"):

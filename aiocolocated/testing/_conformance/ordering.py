@@ -201,9 +201,7 @@ class Channels(Suite):
     async def test_many_channels(self, hosts: HostsUnderTest) -> None:
         """Two hundred of them, on all hosts."""
         same = [hosts.on(bodies.same, host) for host in range(len(hosts.devices))]
-        futures = [
-            TaskChannel().submit_nowait(same[i % len(same)], i) for i in range(200)
-        ]
+        futures = [TaskChannel().submit_nowait(same[i % len(same)], i) for i in range(200)]
         assert await gather(*futures) == list(range(200))
 
 
@@ -229,15 +227,15 @@ class Groups(Suite):
     async def test_failing_group_cancels_the_others(self, hosts: HostsUnderTest, key: str) -> None:
         """What runs is waited for, what waits never runs."""
         hold, fail, note = (hosts.on(f) for f in (bodies.hold_async, bodies.fail, bodies.note))
+        futures = []
         with pytest.raises(BaseExceptionGroup) as caught:
             async with TaskGroup() as group:
-                held = group.start_soon(hold, key)
-                never = group.start_soon(note, key, as_argument(held))
+                futures.append(group.start_soon(hold, key))
+                futures.append(group.start_soon(note, key, as_argument(futures[0])))
                 await hosts.held(key)
                 group.start_soon(fail, ValueError("no"))
         assert [type(e) for e in caught.value.exceptions] == [ValueError]
-        assert held.cancelled()
-        assert never.cancelled()
+        assert [future.cancelled() for future in futures] == [True, True]
         assert await hosts.notes(key) == ["in", "cancelled", "cleaned up"]
 
     async def test_map_is_at_once_and_in_order(self, hosts: HostsUnderTest, key: str) -> None:
@@ -264,9 +262,7 @@ class Groups(Suite):
 
     async def test_gather_puts_results_in_place(self, hosts: HostsUnderTest) -> None:
         """Of calls in several channels and on several hosts."""
-        futures = [
-            hosts.aside(bodies.same, i, host=i % len(hosts.devices)) for i in range(12)
-        ]
+        futures = [hosts.aside(bodies.same, i, host=i % len(hosts.devices)) for i in range(12)]
         assert await gather(*futures) == list(range(12))
 
 
@@ -342,6 +338,34 @@ class Dependencies(Suite):
         await hosts.release(key)
         await held
         assert await hosts.notes(key) == ["in", "out"]
+
+    async def test_cancelled_coroutine_cancels_its_dependents(
+        self, hosts: HostsUnderTest, key: str
+    ) -> None:
+        """Also those that are at its host already, waiting for it."""
+        early = hosts.on(bodies.hold_async)(key)
+        late = hosts.on(bodies.add_noted)(key, as_argument(early), 1)
+        later = hosts.aside(bodies.add_noted, key, as_argument(late), 2)
+        await hosts.held(key)
+        early.cancel()
+        for future in (late, later):
+            with pytest.raises(CallCancelledError, match="it depends on"):
+                await future
+        assert await hosts.on(bodies.notes)(key) == ["in", "cancelled", "cleaned up"]
+
+    async def test_failing_coroutine_fails_its_dependents(self, hosts: HostsUnderTest) -> None:
+        """With the very exception, noted once; who caught it may go on."""
+
+        async def fail_late() -> None:
+            await asyncio.sleep(0.01)
+            raise KeyError("late")
+
+        early = hosts.on(fail_late)()
+        late = [hosts.aside(bodies.add, as_argument(early), i) for i in range(5)]
+        errors = await gather(early, *late, return_exceptions=True)
+        assert len({id(error) for error in errors}) == 1
+        assert isinstance(errors[0], KeyError)
+        assert len(errors[0].__notes__) == 1
 
     async def test_body_waits_for_calls_of_its_own(self, hosts: HostsUnderTest) -> None:
         """A colocated function that a body captures runs on its host."""

@@ -232,7 +232,7 @@ class Handles(Suite):
         for _ in range(10):
             make()
             with pytest.raises(KeyError):
-                await far.on(lambda tree: {}["missing"])(as_argument(make()))
+                await far.on(lambda tree: bodies.fail(KeyError("missing")))(as_argument(make()))
         x = await make()
         y = x["a"]
         del x

@@ -9,7 +9,7 @@ import datetime
 import enum
 import fractions
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from aiocolocated import (
     ArgumentError,
     SpecError,
+    TaskGroup,
     as_argument,
     colocated_python,
     device_get,
     device_put,
+    gather,
     jax_scope,
 )
 from aiocolocated.testing._conformance import bodies
-from aiocolocated.testing._conformance.base import HostsUnderTest, Suite, same_leaves
+from aiocolocated.testing._conformance.base import (
+    HostsUnderTest,
+    Suite,
+    same_leaves,
+    same_structure,
+)
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"),
@@ -80,7 +87,7 @@ class Values(Suite):
             got = await same(given)
             assert repr(got) == repr(given)
             assert type(got) is type(given)
-            assert jax.tree.structure(got) == jax.tree.structure(given)
+            assert same_structure(got, given)
 
     async def test_values_go_by_value_or_by_reference(self, hosts: HostsUnderTest) -> None:
         """What a body does to an argument shows only where it is the same object."""
@@ -94,6 +101,37 @@ class Values(Suite):
         assert await hosts.on(spoil)(values, options) == 2
         assert (len(values) == 1) == hosts.by_value
         assert (options.name == "name") == hosts.by_value
+
+    async def test_values_of_futures_go_by_value_or_by_reference(
+        self, hosts: HostsUnderTest
+    ) -> None:
+        """What two bodies get of one future, and what its caller gets, is apart or the same."""
+
+        def spoil(values: list[int]) -> int:
+            values.append(2)
+            return len(values)
+
+        early = hosts.on(lambda: [1])()
+        first, second = hosts.on(spoil)(as_argument(early)), hosts.on(spoil)(as_argument(early))
+        lengths = [await first, await second, len(await early)]
+        assert lengths == ([2, 2, 1] if hosts.by_value else [2, 3, 3])
+
+    async def test_result_is_as_it_was_returned(self, hosts: HostsUnderTest, key: str) -> None:
+        """Where values go by value: what the host does to it later does not show."""
+        if not hosts.by_value:
+            pytest.skip("values go by reference")
+
+        def add(key: str, i: int) -> Any:
+            bodies.note(key, i)
+            return {"all": bodies.notes(key)}
+
+        function = hosts.on(add)
+        async with TaskGroup() as group:
+            for i in range(100):
+                group.start_soon(function, key, i)
+        in_order = await gather(*(function(key, i) for i in range(100, 120)))
+        assert sorted(len(r["all"]) for r in group.results()) == list(range(1, 101))
+        assert [len(r["all"]) for r in in_order] == list(range(101, 121))
 
     async def test_one_object_in_two_places_stays_one(self, hosts: HostsUnderTest) -> None:
         """Within a call, and also if it contains itself."""
@@ -110,7 +148,9 @@ class Values(Suite):
         scalar = value[1, 1]
         got = await hosts.on(bodies.describe)([value, scalar])
         assert got == [("array", dtype, (2, 3)), ("array", dtype, ())]
-        back = await hosts.on(bodies.same)({"a": value, "s": scalar, "t": value.T, "n": value[:, :0]})
+        back = await hosts.on(bodies.same)(
+            {"a": value, "s": scalar, "t": value.T, "n": value[:, :0]}
+        )
         assert {type(x) for x in jax.tree.leaves(back)} == {type(jnp.zeros(1))}
         assert back["a"].devices() == {hosts.device}
         assert (back["a"].dtype, back["a"].shape) == (value.dtype, (2, 3))
@@ -220,7 +260,7 @@ class Values(Suite):
             "plain": bodies.Options("n", np.ones(2)),
         }
         got = await hosts.on(bodies.same)(value)
-        assert jax.tree.structure(got) == jax.tree.structure(value)
+        assert same_structure(got, value)
         assert isinstance(got["state"].w, jax.Array)
         assert isinstance(got["pair"].left, jax.Array)
         assert isinstance(got["pair"].right["deep"][0], jax.Array)
@@ -279,13 +319,16 @@ class Code(Suite):
         class Frozen:
             n: int
 
-        pair = collections.namedtuple("pair", ["left", "right"])  # noqa: PYI024
+        class Couple(NamedTuple):
+            left: Any
+            right: Any
+
         level = enum.Enum("level", ["LOW", "HIGH"])
 
-        value = [Frozen(1), pair(2, [np.float32(3)]), level.HIGH, {level.LOW: Frozen(4)}]
+        value = [Frozen(1), Couple(2, [np.float32(3)]), level.HIGH, {level.LOW: Frozen(4)}]
         got = await hosts.on(bodies.same)(value)
         assert got[0] == Frozen(1)
-        assert type(got[1]) is pair
+        assert type(got[1]) is Couple
         assert isinstance(got[1].right[0], jax.Array)
         assert got[2] is level.HIGH
         assert got[3] == {level.LOW: Frozen(4)}
@@ -304,7 +347,8 @@ class Code(Suite):
 
             @classmethod
             def tree_unflatten(cls, label: str, children: Any) -> Box:
-                return cls(*children, label)
+                (content,) = children
+                return cls(content, label)
 
         @jax.tree_util.register_dataclass
         @dataclasses.dataclass
@@ -467,13 +511,9 @@ class Specs(Suite):
         assert "result" in str(caught.value)
         assert "float32[3]" in str(caught.value)
 
-    async def test_result_of_another_tree_or_device_is_refused(
-        self, hosts: HostsUnderTest
-    ) -> None:
+    async def test_result_of_another_tree_or_device_is_refused(self, hosts: HostsUnderTest) -> None:
         """The same for trees and shardings."""
-        spec = jax.ShapeDtypeStruct(
-            (3,), jnp.float32, sharding=SingleDeviceSharding(hosts.device)
-        )
+        spec = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=SingleDeviceSharding(hosts.device))
         other = hosts.devices[0][1]
 
         def body(which: str) -> Any:
