@@ -87,6 +87,7 @@ class Call:
     _inputs: Poll | None = None  # watches the arrays that the call waits for, once it has looked
     _group: Any = None  # the hosts that it goes to, if they are other processes
     _sent: bool = False  # to them
+    _may_wait: Callable[[], bool] | None = None  # of a call from a controller: see `Server.defer`
     _waits_here: bool = False  # for what it depends on, because its arguments are checked
     _early: list[Call] | None = None  # dependents that go to the same hosts, which do not wait here
     _light: bool = False  # needs a worker for a moment only: its body runs elsewhere

@@ -258,7 +258,7 @@ def _reduce(cls: type[ColocatedObject]) -> Any:
     """To other hosts a colocated class goes as what it was made of; there is one of it on each."""
     info: ClassInfo = cls._aiocolocated_class
     make = functools.partial(
-        colocated_python_class,
+        _remake,
         info.cls,
         max_concurrency=info.max_concurrency,
         devices=info.devices,
@@ -267,6 +267,21 @@ def _reduce(cls: type[ColocatedObject]) -> Any:
         recreate=info.recreate,
     )
     return _wire._make_class, (_wire.id_of_class(cls), make)
+
+
+def _remake(cls: type[Any], **options: Any) -> type[ColocatedObject]:
+    make = functools.partial(colocated_python_class, cls, **options)
+    made = make()
+    info: ClassInfo = made._aiocolocated_class
+    info.complete = functools.partial(_complete, made, make)
+    return made
+
+
+def _complete(made: type[ColocatedObject], make: Callable[[], type[ColocatedObject]]) -> None:
+    """Add what the class had not yet: it was being unpickled, and one of its methods refers to ``made``."""
+    for name, attribute in vars(make()).items():
+        if name not in ("__dict__", "__weakref__"):
+            setattr(made, name, attribute)
 
 
 _serialization.carry_classes_by_reference(ColocatedObject)

@@ -41,6 +41,7 @@ class CoroutineBody:
         "_one_task",
         "_stream",
         "_task",
+        "cancelled",
         "config",
         "error",
         "options",
@@ -68,6 +69,7 @@ class CoroutineBody:
         self.options = options
         self.value: Any = None
         self.error: BaseException | None = None
+        self.cancelled = False  # while it ran
 
     def start(self) -> None:
         """Have the loop start it (worker thread, or the loop's)."""
@@ -101,7 +103,7 @@ class CoroutineBody:
 
     def _cancel(self, _: object) -> None:
         if self._task is not None:
-            self._task.cancel()
+            self.cancelled = self._task.cancel() is not False
 
     async def _run(self) -> None:
         wait = BodyWait(self._call)

@@ -177,9 +177,9 @@ def _configuration() -> str:
 
 def _detached() -> str:
     first = _compat_hosts.FIRST_DEVICE
-    devices, _ = _compat_hosts.detached_devices({first: 0, first + 1: 1})
+    devices, way = _compat_hosts.detached_devices({first: 0, first + 1: 1})
     assert [d.process_index for d in devices] == [0, 1]
-    return "devices of other processes, and handles for their arrays"
+    return f"devices of other processes (by a {way}), and handles for their arrays"
 
 
 def _devices(report: dict[str, Any]) -> str:

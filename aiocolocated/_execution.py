@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -17,7 +17,7 @@ from aiocolocated import _compat, _contexts, _readiness, _service, _settings, _s
 from aiocolocated._callback_errors import unwrapped
 from aiocolocated._calls import Call
 from aiocolocated._coroutines import CoroutineBody
-from aiocolocated._exceptions import CallCancelledError, HostLostError, SpecError
+from aiocolocated._exceptions import CallCancelledError
 from aiocolocated._hostloop import host_loop
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
@@ -165,12 +165,13 @@ class RunnableCall(Call):
             self._convert = False
             self._args, self._kwargs = self._bind(self._args, self._kwargs)
 
-    def _take_values(self) -> None:
-        """Put the values of futures in their place, and no more."""
+    def _with_values(self) -> tuple[Args, Kwargs]:
+        """The arguments with the values of futures in their place, and no more."""
         values = self._values(self._args, self._kwargs)
         leaves, tree = jax.tree_util.tree_flatten((self._args, self._kwargs))
         leaves = [values.get(id(x), x) for x in leaves]
-        self._args, self._kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+        result: tuple[Args, Kwargs] = jax.tree_util.tree_unflatten(tree, leaves)
+        return result
 
     def _inputs_ready(self) -> None:
         """The poller found every array computed (service thread)."""
@@ -296,15 +297,11 @@ class RunnableCall(Call):
         order = self._channel._order
         computing.discard(self)
         self._sent = False
+        body: Any = self._body
         self._body = None
         if self._state >= READY:
-            if (
-                self._state == CANCELLED  # else its error has been told
-                and error is not None
-                and cast("Any", self._plan).asynchronous
-                and not isinstance(error, _NOT_OF_BODIES)
-            ):
-                self._report_late(error)
+            if self._state == CANCELLED and body.late is not None:
+                self._report_late(body.late)
         elif error is not None:
             failure, traceback = error, get_traceback(error)
             for dependency in self._dependencies or ():
@@ -334,6 +331,7 @@ class RunnableCall(Call):
                 error is None
                 or isinstance(error, asyncio.CancelledError)
                 or self._thread is not None
+                or not body.cancelled  # it failed by itself, just before
             ):
                 return None, ()
             if error is not None:
@@ -385,8 +383,9 @@ class RunnableCall(Call):
         if isinstance(error, jax.errors.JaxRuntimeError) and _NOT_HERE in str(error):
             with contextlib.suppress(Exception):
                 error.add_note(
-                    "an array that is on another host took part in a computation of this process: compute "
-                    "in a colocated function, or fetch it with 'await device_get(x)'"
+                    "a program was to run over devices of other processes. Outside of bodies: compute in "
+                    "a colocated function, or fetch arrays with 'await device_get(x)'. In bodies that run "
+                    "on several hosts: open_hosts(collectives=True), or compute shard by shard"
                 )
         try:
             notes: Sequence[str] = getattr(error, "__notes__", ())
@@ -398,6 +397,10 @@ class RunnableCall(Call):
 
     def _report_late(self, error: BaseException) -> None:
         """A cancelled coroutine's clean-up failed: its waiters are gone (under the lock)."""
+        take_late = getattr(self._plan, "take_late", None)
+        if take_late is not None:  # on a host: the controller reports it
+            take_late(self, error)
+            return
         report = FailureReport(error, self._describe(), self._loop)
         if self._owner is not None:
             self._owner.call_failed(report)
@@ -426,8 +429,6 @@ class RunnableCall(Call):
 # What JAX says of a program with a device of another process's client.
 _NOT_HERE = "Unknown PjRt global device ID"
 
-# Errors of a cancelled call on other hosts that tell nothing of its clean-up there.
-_NOT_OF_BODIES = (CallCancelledError, HostLostError, SpecError)
 
 # Results that need no more than a look.
 _QUICK_RESULTS = frozenset({ArrayImpl, type(None), bool, int, float, str})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import jax
@@ -37,12 +39,14 @@ from aiocolocated._specializations import FunctionCode, Specialization
 from aiocolocated._submission import submit
 from aiocolocated._types import CANCELLED, DISPATCHED, FAILED, READY
 from aiocolocated.hosts import _parcels, _wire
+from aiocolocated.hosts._output import ForwardingHandler
 from aiocolocated.hosts._sockets import connect
 from aiocolocated.hosts.inprocess import inprocess_host
-from aiocolocated.hosts._output import ForwardingHandler
 from aiocolocated.hosts.launchers import die_with_parent, read_config, versions
 
 _FUTURE, _CODE, _STREAM = -1, -2, -3
+_MOST_DEFERRED = 32  # answers that are sent together while bodies follow each other
+_LONGEST_DEFERRED = 0.001  # seconds
 
 
 class HostCode(FunctionCode):
@@ -167,6 +171,11 @@ class HostSpecialization(Specialization):
             value = self._server.pickle_result(value, f"what {self.name} returned")
         return value, arrays
 
+    def take_late(self, call: Call, error: BaseException) -> None:
+        """The clean-up of a cancelled body failed: the controller hears of it (under the lock)."""
+        answer: Any = call._release
+        answer.__self__.late = error
+
 
 # Nobody can change these.
 _AS_IS = frozenset({_compat.ArrayImpl, type(None), bool, int, float, complex, str, bytes})
@@ -180,7 +189,7 @@ class HostPlan:
     dispatches = False
 
     def __init__(
-        self, server: Server, plan: Specialization, data: bytes, things: list[Any]
+        self, server: Server, plan: HostSpecialization, data: bytes, things: list[Any]
     ) -> None:
         self._server = server
         self._data: bytes | None = data
@@ -219,17 +228,22 @@ class HostPlan:
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         return self.plan.finish(value)
 
+    def take_late(self, call: Call, error: BaseException) -> None:
+        """See :meth:`HostSpecialization.take_late`."""
+        self.plan.take_late(call, error)
+
 
 class Answer:
     """Tells the controller how far a call is, and then what came of it."""
 
-    __slots__ = ("_call", "_number", "_server", "_told")
+    __slots__ = ("_call", "_number", "_server", "_told", "late")
 
     def __init__(self, server: Server, number: int, call: Call) -> None:
         self._server = server
         self._number = number
         self._call: Call | None = call
         self._told = False
+        self.late: BaseException | None = None  # of the clean-up after it was cancelled
 
     def wake(self, wakes: Wakes) -> None:
         """The body has returned (under the lock)."""
@@ -247,7 +261,7 @@ class Answer:
                 call._report.retrieve()
             self._server.answer(_wire.FAILED, self._number, call._value, wakes)
         elif call._state == CANCELLED:
-            self._server.answer(_wire.CANCELLED, self._number, call._value, wakes)
+            self._server.answer(_wire.CANCELLED, self._number, (call._value, self.late), wakes)
         elif self._told:
             self._server.answer(_wire.DONE, self._number, _Same, wakes)
         else:
@@ -275,7 +289,7 @@ class Server:
         self._codes: dict[int, FunctionCode] = {}
         self._objects: dict[int, HostedObject] = {}
         self._streams: dict[int, Source] = {}  # by the number of the first step
-        self._plans: dict[tuple[int, tuple[int, ...]], Specialization] = {}
+        self._plans: dict[int, dict[tuple[int, ...], Specialization]] = {}  # by code and devices
         self._devices = {device.id: device for device in jax.devices()}
         self._channels: weakref.WeakValueDictionary[int, TaskChannel] = (
             weakref.WeakValueDictionary()
@@ -286,6 +300,7 @@ class Server:
         self._class_messages: dict[str, Any] = {}
         self._peer = _Peer(self)
         self._answers: list[tuple[int, int, Any]] = []
+        self._deferred = False
         self._send_lock = threading.Lock()
         self._logs = ForwardingHandler(self._send_logs)
         self._specs: dict[Any, int] = {}
@@ -373,6 +388,7 @@ class Server:
     ) -> None:
         answer = Answer(self, number, call)
         call._dispatch_waiters = [answer]
+        call._may_wait = self.defer
         call._waiter_count = 1
         call._release = answer.over
         self._calls[number] = call
@@ -418,11 +434,14 @@ class Server:
         state: bytes | None,
     ) -> ArrayFuture[Any]:
         things = self._things(words)
-        plan: Any = self._plans.get((code, place))
+        plans = self._plans.get(code)
+        if plans is None:
+            plans = self._plans[code] = {}
+        plan: Any = plans.get(place)
         if plan is None:
             devices = tuple(self._devices[i] for i in place)
             plan = HostSpecialization(self, self._codes[code], devices)
-            self._plans[code, place] = plan
+            plans[place] = plan
         args: tuple[Any, ...] = ()
         if data is None:
             args = tuple(things)
@@ -469,8 +488,7 @@ class Server:
                 self._kept.pop(number, None)
                 self._objects.pop(number, None)
                 if self._codes.pop(number, None) is not None:
-                    for key in [key for key in self._plans if key[0] == number]:
-                        del self._plans[key]
+                    self._plans.pop(number, None)
             elif leaf == _STREAM:
                 self._streams.pop(number, None)
             else:
@@ -497,6 +515,25 @@ class Server:
         """Have something told to the controller (under the lock)."""
         self._answers.append((kind, number, value))
         wakes.flush(self.flush)
+
+    def defer(self) -> bool:
+        """Whether answers may wait while a worker begins the next body: that may be the last of many.
+
+        They do not wait longer than a moment, however long that body takes.
+        """
+        if len(self._answers) >= _MOST_DEFERRED:
+            return False
+        if not self._deferred:
+            self._deferred = True
+            _service.inbox.put(self._flush_soon)
+        return True
+
+    def _flush_soon(self) -> None:
+        _service.call_at(monotonic() + _LONGEST_DEFERRED, self._flush_deferred)
+
+    def _flush_deferred(self) -> None:
+        self._deferred = False
+        self.flush()
 
     def flush(self) -> None:
         """Send what there is to tell (without the lock)."""
@@ -534,7 +571,9 @@ class Server:
 
     def _message(self, kind: int, number: int, value: Any) -> Any:
         if kind == _wire.CANCELLED:
-            return (kind, number, str(value))
+            cancelled, late = value
+            parts = None if late is None else _wire.dump_error(late, self._peer)
+            return (kind, number, str(cancelled), parts)
         if kind == _wire.FAILED:
             return (kind, number, _wire.dump_error(value, self._peer))
         if value is _Same:
@@ -658,6 +697,8 @@ def main(source: str | None = None) -> None:
     logging.getLogger().setLevel(config["log_level"])
     server.forward_logs()
     connection.send(json.dumps({**versions(), "pid": os.getpid()}).encode())
+    gc.collect()
+    gc.freeze()  # what is here stays: collections look at what calls make only
     contextvars.Context().run(_serve, connection, server)
 
 

@@ -120,6 +120,8 @@ class HostObject:
             if not self.made:
                 self.instance = self.construct()
                 self.made = True
+                if None not in self.places:
+                    self.called_on(None, None)
                 if not hosts_are_open():  # which may have to make it, too
                     self._args, self._kwargs = None, {}
                 with LOCK:
@@ -176,6 +178,11 @@ class HostObject:
                 method = reference()
                 if method is not None:
                     method.cache.clear()
+
+    def not_called_here(self) -> None:
+        """The call for which this process was noted went to hosts instead (under the lock)."""
+        if not self.made:
+            self.places.pop(None, None)
 
     def devices_of_home(self) -> Devices | None:
         """Where a method goes that has nothing to tell its devices: where the others went.

@@ -363,7 +363,8 @@ class ChannelOrder(Generic[C]):
         self.ahead -= 1
         if not self.ahead:
             self.ahead_group = None
-        return bool(self.queue) and self.claim()
+        # Not for each one: many calls follow together, in one message.
+        return bool(self.queue) and self.ahead <= MOST_AHEAD // 2 and self.claim()
 
     def put_back(self, call: C) -> None:
         """The call that runs takes its turn again: it found out what else it has to wait for."""

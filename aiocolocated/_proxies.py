@@ -70,6 +70,10 @@ class ColocatedObject:
         info: ClassInfo | None = self._aiocolocated_class
         if info is None:
             raise TypeError("ColocatedObject is not made directly: use colocated_python_class")
+        if info.complete is not None:
+            info.complete()
+            info = self._aiocolocated_class
+            assert info is not None
         info.check_constructor(args, kwargs)
         host_object = HostObject(
             info.cls,
@@ -221,6 +225,7 @@ class ClassInfo:
         self.read_ahead = check_read_ahead(cls.__qualname__, read_ahead)
         self.dedicated_thread = dedicated_thread
         self.recreate = recreate
+        self.complete: Callable[[], None] | None = None  # before the first object, on another host
         self.synchronous = [name for name in SYNCHRONOUS if has(cls, name)]
         self.enter: Callable[..., Any] | None = None
         self.exit: Callable[..., Any] | None = None

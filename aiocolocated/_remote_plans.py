@@ -140,13 +140,13 @@ def reroute(call: Any) -> Sequence[Any] | None:
 
     ``None`` if they are here; else the call takes its turn again, behind what is under way elsewhere.
     """
-    call._take_values()
+    args, kwargs = call._with_values()
     plan: Specialization = call._plan
 
     def name_path(path: KeyPath) -> str:
         return _specs.argument_path(path, plan._base.function)
 
-    with_path = jax.tree_util.tree_flatten_with_path((call._args, call._kwargs))[0]
+    with_path = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     arrays = [(p, x) for p, x in with_path if isinstance(x, jax.Array)]
     devices = _specs.common_devices(f"call of {plan.name}", arrays, None, name_path)
     group = group_of(devices)
@@ -162,5 +162,8 @@ def reroute(call: Any) -> Sequence[Any] | None:
             call._channel._hand_out(gate.leave(call))
         call._thread = None
         call._plan = there
+        call._args, call._kwargs = args, kwargs
+        if call._object is not None:
+            call._object.not_called_here()
     there.mark(call)
     return ()

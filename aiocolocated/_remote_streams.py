@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocolocated._exceptions import HostLostError, SpecError
 from aiocolocated._sources import END, First, Source
+from aiocolocated._submission import submit
 from aiocolocated.hosts import _wire
 from aiocolocated.hosts.remote import STREAM, Reference
 
@@ -95,6 +96,15 @@ class RemoteSource(Source):
     def prepare(self, call: ArrayFuture[Any]) -> None:
         self.plan.mark(call)
         self.steps.add(call)
+
+    def submit(self, step: ArrayFuture[Any]) -> None:
+        """Submit a step. At exit hosts close what is open on them."""
+        before, self._used = self._used, True
+        try:
+            submit(step)
+        except BaseException:
+            self._used = before
+            raise
 
     def sent_as(self, number: int) -> None:
         """The first step has its number, which is the stream's (under the lock)."""

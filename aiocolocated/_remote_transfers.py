@@ -21,6 +21,7 @@ from aiocolocated._lifetimes import HERE
 from aiocolocated._remote_plans import RemoteSpecialization
 from aiocolocated._specializations import FunctionCode
 from aiocolocated._submission import submit
+from aiocolocated._workers import local
 from aiocolocated.hosts._parcels import Parcel
 from aiocolocated.hosts._wire import Fixed, Plain
 from aiocolocated.hosts.inprocess import inprocess_host
@@ -139,8 +140,10 @@ def _call(
 ) -> ArrayFuture[Any]:
     plan = RemoteSpecialization(code, None, None, devices, group, reduce=reduce)
     plan.per_host = True
+    outer = local.call  # of the user's
+    line = (HERE, 0) if outer is None else (outer._code, outer._lasti)
     call: ArrayFuture[Any] = ArrayFuture._create(
-        plan, (args,), {}, new_channel(code.name), None, None, HERE, 0
+        plan, (args,), {}, new_channel(code.name), None, None, *line
     )
     plan.mark(call)
     return submit(call)

@@ -144,11 +144,19 @@ def common_devices(
         elif found != devices:
             raise SpecError(
                 f"{what}: all arrays must be on one device list, but {name_path(path)} is on "
-                f"{_names(found)} and {origin} on {_names(devices)}"
+                f"{_names(found)} and {origin} on {_names(devices)}; device_put moves arrays"
             )
     return devices
 
 
+def _name(device: _compat.Device) -> str:
+    name = str(device)
+    # What JAX calls every device of another process.
+    if name == "NonAddressable":
+        return f"device {device.id} of process {device.process_index}"
+    return name
+
+
 def _names(devices: Sequence[_compat.Device]) -> str:
-    shown = ", ".join(str(d) for d in devices[:8])
+    shown = ", ".join(map(_name, devices[:8]))
     return f"[{shown}{', ...' if len(devices) > 8 else ''}]"

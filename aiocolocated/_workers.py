@@ -12,6 +12,7 @@ import logging
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +37,7 @@ class Job(Protocol):
 
     _started: float
     _group: Any
+    _may_wait: Callable[[], bool] | None  # whether what is to be sent may wait for this call
 
     def _is_quick(self) -> bool:
         """Whether `_execute` takes a moment, so that a loop's thread may do it."""
@@ -169,7 +171,10 @@ class Worker:
                     if order.room:
                         lane._admit(wakes)
                 self.call = call
-            if wakes and not (call._group is not None and wakes.only_flushes):
+            if wakes and not (
+                wakes.only_flushes
+                and (call._group is not None or ((wait := call._may_wait) is not None and wait()))
+            ):
                 wakes.pay()
             served = True
             settled = True

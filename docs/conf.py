@@ -51,6 +51,7 @@ copybutton_prompt_is_regexp = True
 nitpick_ignore_regex = [
     ("py:class", r"aiocolocated\._settings\.SettingsChanges"),  # Settings says what its keys are
     ("py:class", r"aiocolocated\.from_thread\._Iteration"),  # an iterator with close()
+    ("py:class", r"Reducer"),  # `specialize` says what it may be
     ("py:class", r"_compat\.Device"),  # where a module imports jax for type checkers only
     # Type variables, whose names have modules in front since Sphinx 9.
     ("py:.*", r"(aiocolocated\.(\w+\.)?)?([A-Z](_co|_contra)?|_?P(\.args|\.kwargs)?)"),

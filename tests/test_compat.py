@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 import pickle
@@ -420,6 +421,53 @@ def test_backend_has_not_started_by_importing(run_script):
         jax.devices()
         assert _compat.backend_started()
     """).check()
+
+
+def test_pytree_registration_registers_a_like_class():
+    """Whatever way a class was registered: what it says makes a pytree of the class's likes."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Node:
+        def __init__(self, child, label):
+            self.child, self.label = child, label
+
+        def tree_flatten(self):
+            return (self.child,), self.label
+
+        @classmethod
+        def tree_unflatten(cls, label, children):
+            return cls(*children, label)
+
+    @jax.tree_util.register_pytree_with_keys_class
+    class Keyed(Node):
+        def tree_flatten_with_keys(self):
+            return ((jax.tree_util.GetAttrKey("child"), self.child),), self.label
+
+    @dataclasses.dataclass
+    class Data:
+        child: object
+        label: str
+        dropped: int = 0
+
+    jax.tree_util.register_dataclass(Data, ["child"], ["label"], drop_fields=["dropped"])
+
+    for cls in (Node, Keyed, Data):
+        register, (same, *arguments) = _compat.pytree_registration(cls)
+        assert same is cls
+        # A class with the same attributes, which JAX does not know.
+        copy = type(cls.__name__, cls.__bases__, dict(vars(cls)))
+        if cls is not Data:
+            arguments[1] = copy.tree_unflatten
+        register(copy, *arguments)
+        leaves, tree = jax.tree.flatten(copy(1, "label"))
+        assert leaves == [1]
+        made = jax.tree.unflatten(tree, [2])
+        assert type(made) is copy
+        assert (made.child, made.label) == (2, "label")
+    ((path, _),) = jax.tree_util.tree_flatten_with_path(Keyed(1, "label"))[0]
+    assert jax.tree_util.keystr(path) == ".child"
+    for cls in (int, object, type("Unknown", (), {})):
+        assert _compat.pytree_registration(cls) is None
 
 
 def test_colocated_cpu_devices_is_jax_own():

@@ -329,6 +329,20 @@ class RemoteTraceback(Exception):
         return f'\n"""on {self.host}\n{self.text}"""'
 
 
+class _ByValue(Peer):
+    """Sends arrays as values: nobody keeps those of an exception on their host."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.classes = peer.classes
+        self._peer = peer
+
+    def array(self, array: Any) -> Any:
+        return None
+
+    def define_class(self, class_id: str, cls: type) -> None:
+        self._peer.define_class(class_id, cls)
+
+
 def dump_error(error: BaseException, peer: Peer) -> tuple[bytes, str, str, str]:
     """An exception for the other side: itself, if it survives that, and its type, text and traceback."""
     notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("colocated call ")]
@@ -342,7 +356,7 @@ def dump_error(error: BaseException, peer: Peer) -> tuple[bytes, str, str, str]:
         text = "(its text cannot be made)"
     data = b""
     with contextlib.suppress(Exception):
-        pickled = dumps((error, notes), peer)
+        pickled = dumps((error, notes), _ByValue(peer))
         if not pickled.words and not pickled.parcels:
             loads(pickled.data, (), _local_class)
             data = pickled.data

@@ -184,10 +184,10 @@ class Hosts:
             collectives=self._collectives,
         )
         config_of = partial(_config_of, _Coordinator(self._interface), process_of, way)
-        supervisor = Supervisor(hosts, self._launcher, config_of, self._interface, self._times)
         with LOCK:
             if self._closing:
                 raise HostError("the hosts were closed while they were opened")
+            supervisor = Supervisor(hosts, self._launcher, config_of, self._interface, self._times)
             _service.watch(+1)
             _service.start()
             self._devices = tuple(devices)

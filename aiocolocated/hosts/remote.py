@@ -13,8 +13,13 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
 from aiocolocated import _compat, _compat_hosts, _serialization, _service, _specs
 from aiocolocated._exceptions import (
+    ArgumentError,
+    ArrayDeletedError,
     CallCancelledError,
     ChannelStoppedError,
     HostError,
@@ -97,6 +102,10 @@ def reference_of(array: Any) -> Reference:
         HostError: the library did not make it.
     """
     reference = getattr(array, "_aiocolocated", None)
+    if array.is_deleted():
+        raise ArrayDeletedError(
+            f"an array of shape {array.shape} and dtype {array.dtype} was deleted or donated"
+        )
     if reference is None:
         raise HostError(
             f"an array of shape {array.shape} on devices of other hosts was not made by the library, so "
@@ -351,7 +360,17 @@ class Group:
 class Forwarded:
     """A call that runs on other hosts."""
 
-    __slots__ = ("answers", "call", "dispatched", "future", "group", "number", "plan", "value")
+    __slots__ = (
+        "answers",
+        "call",
+        "dispatched",
+        "future",
+        "group",
+        "late",
+        "number",
+        "plan",
+        "value",
+    )
 
     def __init__(self, call: RunnableCall, group: Group, number: int, plan: Any) -> None:
         self.call = call
@@ -362,6 +381,7 @@ class Forwarded:
         self.answers: dict[Link, Any] = {}
         self.dispatched = False
         self.value: Any = None
+        self.late: BaseException | None = None  # of the clean-up after it was cancelled
 
     def cancel(self, wakes: Wakes) -> None:
         """Have the hosts cancel it, unless one that has begun would wait for the others."""
@@ -383,6 +403,9 @@ class Forwarded:
         if kind == _wire.DONE and before is not None:  # the value has come with DISPATCHED
             message = (kind, message[1], *before[2:])
         self.answers[link] = message
+        if kind == _wire.CANCELLED and message[3] is not None and self.late is None:
+            late = self.group.hosts.load_error(message[3], link.name)
+            self.late = self.call._as_error(late)
         if len(self.answers) < len(self.group.links):
             if kind == _wire.FAILED and len(self.answers) == 1:  # others may wait for it for ever
                 give_up = monotonic() + _FAILURE_GRACE
@@ -436,7 +459,7 @@ class Forwarded:
         return stopped_error(channel.name, cause)
 
     def _lost(self, error: HostLostError) -> HostLostError:
-        return HostLostError(f"{error}; {self.call._title()}")
+        return HostLostError(*error.args)  # one for each call, which is to have notes of its own
 
     def _outcome(self) -> Any:
         """What the body gave, or raises what it raised."""
@@ -468,24 +491,80 @@ class Forwarded:
         return all(isinstance(error, HostLostError) for error in errors)
 
     def _value(self) -> Any:
-        answers = [self.answers[link] for link in self.group.links]
         links = self.group.links
+        # One for all hosts: the first to go would free what the others refer to.
+        references: dict[int, Reference] = {}
         if self.plan.reduce is not None:
-            values = [
-                self.group.hosts.value(link, m, self.number, self.group)
-                for link, m in zip(links, answers, strict=True)
-            ]
-            return self.plan.reduce(values)
-        first = answers[0]
-        specs = [links[0].specs[i] for i in first[2]]
-        for link, other in zip(links[1:], answers[1:], strict=True):
-            if other[3] != first[3] or [link.specs[i] for i in other[2]] != specs:
+            return self.plan.reduce([self._value_of(link, references) for link in links])
+        value = self._value_of(links[0], references)
+        for link in links[1:]:
+            if not self._agrees(link, value):
                 raise SpecError(
                     f"{self.plan.name} returned different results on {links[0].name} and {link.name}. "
                     "Return global arrays and equal values, or say how they are put together: "
                     "specialize(reduce='list')"
                 )
-        return self.group.hosts.value(links[0], first, self.number, self.group)
+        return value
+
+    def _value_of(self, link: Link, references: dict[int, Reference]) -> Any:
+        """What a host gave, with handles for its arrays."""
+        hosts = self.group.hosts
+        _, _, specs, data = self.answers[link]
+        handles: list[Any] = []
+        for leaf, spec in enumerate(specs):
+            if leaf not in references:
+                references[leaf] = hosts.array_reference(self.group, self.number, leaf)
+            handle = _compat_hosts.make_handle(*link.specs[spec])
+            handle._aiocolocated = references[leaf]
+            handles.append(handle)
+        return handles[0] if data is None else self._load(data, handles)
+
+    def _load(self, data: bytes, things: Sequence[Any]) -> Any:
+        try:
+            return self.group.hosts.load(data, things)
+        except Exception as error:
+            raise ArgumentError(
+                f"what {self.plan.name} returned cannot be unpickled in this process: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _agrees(self, link: Link, value: Any) -> bool:
+        """Whether a host gave the same as the first one, whose value this is."""
+        first = self.group.links[0]
+        _, _, specs, data = self.answers[first]
+        _, _, other_specs, other_data = self.answers[link]
+        if [first.specs[i] for i in specs] != [link.specs[i] for i in other_specs]:
+            return False
+        if data == other_data:
+            return True
+        if data is None or other_data is None:
+            return False
+        # Equal values may be pickled in different ways: each process has its own order of sets.
+        return _equal(value, self._load(other_data, [_Array(i) for i in range(len(specs))]))
+
+
+class _Array:
+    """Stands for an array where results are compared."""
+
+    def __init__(self, leaf: int) -> None:
+        self.leaf = leaf
+
+
+def _equal(value: Any, other: Any) -> bool:
+    leaves, tree = jax.tree_util.tree_flatten(value)
+    others, other_tree = jax.tree_util.tree_flatten(other)
+    same: Any = tree == other_tree  # type: ignore[operator]
+    return bool(same) and all(map(_equal_leaves, leaves, others))
+
+
+def _equal_leaves(a: Any, b: Any) -> bool:
+    if type(b) is _Array:
+        return isinstance(a, jax.Array) and reference_of(a).leaf == b.leaf
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(a == b)
 
 
 class _Peer(_wire.Peer):
@@ -579,6 +658,7 @@ class HostSet:
         self._codes: weakref.WeakKeyDictionary[Any, Code] = weakref.WeakKeyDictionary()
         self._channels: weakref.WeakKeyDictionary[Any, Code] = weakref.WeakKeyDictionary()
         self._class_messages: dict[str, Any] = {}
+        self._class_parts: list[Any] = []  # what these refer to
         self.all = self.group(self.links)
 
     def group(self, links: tuple[Link, ...]) -> Group:
@@ -642,7 +722,7 @@ class HostSet:
                 pickled.data,
                 pickled.words,
             ),
-            pickled.held,
+            (pickled.held, pickled.parcels),  # it may be told to more hosts at any time
         )
         code.captured = peer.references
         return code
@@ -653,7 +733,7 @@ class HostSet:
         code = Code(
             self,
             lambda number: (_wire.METHOD, number, of.number, kind, name, pickled.data),
-            pickled.held,
+            (pickled.held, pickled.parcels),
         )
         return code.after(of)
 
@@ -681,30 +761,20 @@ class HostSet:
         message = (_wire.CLASS, class_id, pickled.data, pickled.words)
         with LOCK:
             self._class_messages[class_id] = message
+            self._class_parts.append((pickled.held, pickled.parcels))
             for link in self.links:
                 if link.lost is None:
                     link.outgoing.append(message)  # the call that needs it flushes
 
     # -- values -----------------------------------------------------------------------------------------
 
-    def value(self, link: Link, message: Any, number: int, group: Group) -> Any:
-        """The value of an answer, with handles for its arrays."""
-        _, _, specs, data = message
-        handles = [
-            self._handle(link.specs[spec], group, number, leaf) for leaf, spec in enumerate(specs)
-        ]
-        if data is None:
-            return handles[0]
-        return self.load(data, handles)
-
     @staticmethod
-    def _handle(spec: tuple[Any, ...], group: Group, number: int, leaf: int) -> Any:
-        handle = _compat_hosts.make_handle(*spec)
-        handle._aiocolocated = Reference(group, number, leaf)
+    def array_reference(group: Group, number: int, leaf: int) -> Reference:
+        """What keeps an array on the hosts of a group."""
         with LOCK:
             for link in group.links:
                 link.handles += 1
-        return handle
+        return Reference(group, number, leaf)
 
     def load(self, data: bytes, things: Sequence[Any]) -> Any:
         loading.hosts = self

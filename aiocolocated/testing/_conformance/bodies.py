@@ -225,6 +225,17 @@ def fail_stubbornly() -> Any:
     raise Stubborn
 
 
+class Broken:
+    """A value that is pickled without complaint."""
+
+    def __reduce__(self) -> Any:
+        return _break, ()
+
+
+def _break() -> Any:
+    raise ValueError("broken on arrival")
+
+
 def give_lock() -> Any:
     return {"k": threading.Lock()}
 

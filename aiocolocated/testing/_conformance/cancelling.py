@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 
-from aiocolocated import CallCancelledError, TaskGroup, open_task_channel
+from aiocolocated import CallCancelledError, TaskGroup, as_argument, open_task_channel
 from aiocolocated.testing._conformance import bodies
 from aiocolocated.testing._conformance.base import HostsUnderTest, Suite
 
@@ -170,6 +172,44 @@ class Cancellation(Suite):
         assert await future == 1
         assert not future.cancel()
         assert await future == 1
+
+    async def test_failing_clean_up_joins_its_block(
+        self, hosts: HostsUnderTest, key: str
+    ) -> None:
+        """Nobody waits for a cancelled call any more, but its block does."""
+
+        async def body(key: str) -> None:
+            try:
+                await bodies.hold_async(key)
+            finally:
+                raise KeyError("clean-up")
+
+        with pytest.raises(ExceptionGroup) as caught:
+            async with open_task_channel():
+                future = hosts.on(body)(key)
+                await hosts.held(key)
+                future.cancel()
+        assert [error.args for error in caught.value.exceptions] == [("clean-up",)]
+
+    async def test_failure_of_a_cancelled_call_is_its_own(self, hosts: HostsUnderTest) -> None:
+        """What a call raises that was cancelled while it ended is nobody's: no report, no error."""
+        reports: list[Any] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: reports.append(context))
+        fail, add = hosts.on(bodies.fail_async), hosts.on(bodies.add_async)
+        for i in range(40):
+            early = fail(KeyError("early"))
+            late = add(as_argument(early), 1)
+            await asyncio.sleep(i * 5e-5)  # somewhere on its way
+            late.cancel()
+            for future in (late, early):
+                with pytest.raises((KeyError, CallCancelledError)):
+                    await future
+        await hosts.on(bodies.same)(0)
+        del early, late, future
+        gc.collect()
+        await hosts.on(bodies.same)(0)
+        assert reports == []
 
     async def test_coroutine_body_may_not_let_itself_be_cancelled(
         self, hosts: HostsUnderTest, key: str

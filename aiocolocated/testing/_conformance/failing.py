@@ -11,6 +11,7 @@ import traceback
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -121,6 +122,22 @@ class Errors(Suite):
             await hosts.on(body)()
         assert type(caught.value).__name__ == "Own"
         assert caught.value.code == 3  # type: ignore[attr-defined]
+
+    async def test_exception_with_arrays(self, hosts: HostsUnderTest) -> None:
+        """They come with it, as values."""
+
+        class Bad(ValueError):
+            def __init__(self, batch: Any, table: Any) -> None:
+                super().__init__(batch, table)
+                self.batch, self.table = batch, table
+
+        def body() -> None:
+            raise Bad(jnp.arange(3), np.arange(2))
+
+        with pytest.raises(Bad) as caught:
+            await hosts.on(body)()
+        assert np.asarray(caught.value.batch).tolist() == [0, 1, 2]
+        assert caught.value.table.tolist() == [0, 1]
 
     async def test_exception_group(self, hosts: HostsUnderTest) -> None:
         """Its parts keep their types."""
@@ -291,6 +308,18 @@ class Refusals(Suite):
         here = jax.device_put(np.ones(3, np.float32), jax.local_devices()[-1])
         with pytest.raises(SpecError, match=r"args\[0\]"):
             await hosts.on(bodies.same)(here)
+
+    async def test_argument_that_cannot_be_unpickled(self, hosts: HostsUnderTest) -> None:
+        """It says what went wrong over there; so does a result."""
+        if not hosts.by_value:
+            pytest.skip("values go by reference")
+        for call in (
+            lambda: hosts.on(bodies.same)([bodies.Broken()]),
+            lambda: hosts.on(lambda: [bodies.Broken()])(),
+        ):
+            with pytest.raises(ArgumentError, match="broken on arrival"):
+                await call()
+        assert await hosts.on(bodies.same)([1]) == [1]
 
     async def test_forgotten_call_is_refused(self, hosts: HostsUnderTest) -> None:
         """A generator or coroutine that a body returns was meant to be run."""

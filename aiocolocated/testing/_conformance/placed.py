@@ -84,6 +84,32 @@ class Placement(Suite):
             with pytest.raises(SpecError, match="different results"):
                 await number(x)
         assert await colocated_python(bodies.same_too)(x, {"equal": [1]}) == {"equal": [1]}
+        words = await colocated_python(lambda x: {"words": {"to", "be", "or", "not"}, "x": x})(x)
+        assert words["words"] == {"to", "be", "or", "not"}  # of each process in its own order
+        assert words["x"].sharding == sharding
+
+    async def test_one_array_of_each_host(self, hosts: HostsUnderTest) -> None:
+        """They are apart: dropping one does not free the others."""
+        sharding = NamedSharding(hosts.mesh, P(("host", "x")))
+        x = await device_put(np.zeros(len(hosts.all_devices), np.float32), sharding)
+
+        def body(x: Any) -> Any:
+            device = x.addressable_shards[0].device
+            return jax.device_put(jnp.full((3,), device.id), device)
+
+        arrays = await colocated_python(body).specialize(reduce="list")(x)
+        firsts = [devices[0] for devices in hosts.devices]
+        assert [array.devices() for array in arrays] == [{device} for device in firsts]
+        last = arrays.pop()
+        del arrays
+        gc.collect()
+        for host in range(len(hosts.devices)):
+            await hosts.aside(bodies.live_arrays, host=host)  # dropped handles are told of by then
+        assert (await device_get(last)).tolist() == [firsts[-1].id] * 3
+        one = await colocated_python(bodies.double_shards).specialize(reduce=lambda v: v[0])(x)
+        gc.collect()
+        await hosts.on(bodies.same_async)(None)
+        assert (await device_get(one)).tolist() == [0] * len(hosts.all_devices)
 
     async def test_cancelled_call_on_all_hosts(self, hosts: HostsUnderTest, key: str) -> None:
         """Every host cleans up, and what is behind in the channel waits for all."""
