@@ -44,8 +44,9 @@ from aiocolocated.testing._conformance.running import (  # noqa: E402
     Coroutines,
     SyncBridge,
 )
+from aiocolocated.testing._conformance.specified import Specs  # noqa: E402
 from aiocolocated.testing._conformance.stateful import Objects, Streams  # noqa: E402
-from aiocolocated.testing._conformance.valued import Code, Specs, Values  # noqa: E402
+from aiocolocated.testing._conformance.valued import Code, Values  # noqa: E402
 
 __all__ = ["HostConformance", "HostsUnderTest"]
 

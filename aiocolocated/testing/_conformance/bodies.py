@@ -129,6 +129,11 @@ def same_too(x: Any, value: Any) -> Any:
     return value
 
 
+def words(x: Any) -> dict[str, Any]:
+    """A set is in another order in every process."""
+    return {"words": {"to", "be", "or", "not"}, "x": x}
+
+
 async def same_async(value: Any) -> Any:
     await asyncio.sleep(0)
     return value

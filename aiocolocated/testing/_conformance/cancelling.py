@@ -173,9 +173,7 @@ class Cancellation(Suite):
         assert not future.cancel()
         assert await future == 1
 
-    async def test_failing_clean_up_joins_its_block(
-        self, hosts: HostsUnderTest, key: str
-    ) -> None:
+    async def test_failing_clean_up_joins_its_block(self, hosts: HostsUnderTest, key: str) -> None:
         """Nobody waits for a cancelled call any more, but its block does."""
 
         async def body(key: str) -> None:
@@ -197,6 +195,7 @@ class Cancellation(Suite):
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: reports.append(context))
         fail, add = hosts.on(bodies.fail_async), hosts.on(bodies.add_async)
+        early = late = future = hosts.on(bodies.same)(0)
         for i in range(40):
             early = fail(KeyError("early"))
             late = add(as_argument(early), 1)
@@ -206,7 +205,7 @@ class Cancellation(Suite):
                 with pytest.raises((KeyError, CallCancelledError)):
                     await future
         await hosts.on(bodies.same)(0)
-        del early, late, future
+        early = late = future = hosts.on(bodies.same)(0)
         gc.collect()
         await hosts.on(bodies.same)(0)
         assert reports == []

@@ -84,7 +84,7 @@ class Placement(Suite):
             with pytest.raises(SpecError, match="different results"):
                 await number(x)
         assert await colocated_python(bodies.same_too)(x, {"equal": [1]}) == {"equal": [1]}
-        words = await colocated_python(lambda x: {"words": {"to", "be", "or", "not"}, "x": x})(x)
+        words: Any = await colocated_python(bodies.words)(x)
         assert words["words"] == {"to", "be", "or", "not"}  # of each process in its own order
         assert words["x"].sharding == sharding
 
