@@ -83,11 +83,14 @@ class Call:
     _object: CallCounter | None = None  # whose method this is
     _gate: Gate[Any] | None = None  # of that object, or of all transfers
     _size: int = 0  # bytes, of a transfer
-    _look: Callable[[Any], Sequence[Any] | None] | None = None  # comes before the body, see `_look_ahead`
+    _look: Callable[[Any], Sequence[Any] | None] | None = (
+        None  # comes before the body, see `_look_ahead`
+    )
     _inputs: Poll | None = None  # watches the arrays that the call waits for, once it has looked
     _group: Any = None  # the hosts that it goes to, if they are other processes
     _sent: bool = False  # to them
     _may_wait: Callable[[], bool] | None = None  # of a call from a controller: see `Server.defer`
+    _passable: bool = False  # what its hosts have is its result, not something to make that of
     _waits_here: bool = False  # for what it depends on, because its arguments are checked
     _early: list[Call] | None = None  # dependents that go to the same hosts, which do not wait here
     _light: bool = False  # needs a worker for a moment only: its body runs elsewhere
@@ -215,7 +218,12 @@ class Call:
 
     def _follows(self, dependency: Call) -> bool:
         """Whether this call may be sent before a call that it depends on is over: to the same hosts."""
-        return self._group is not None and self._group is dependency._group and not self._waits_here
+        return (
+            self._group is not None
+            and self._group is dependency._group
+            and dependency._passable
+            and not self._waits_here
+        )
 
     def _not_waited_for_by(self, dependent: Call) -> None:
         if self._early is None:

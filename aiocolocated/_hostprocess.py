@@ -696,7 +696,11 @@ def main(source: str | None = None) -> None:
         _service.start()
     logging.getLogger().setLevel(config["log_level"])
     server.forward_logs()
-    connection.send(json.dumps({**versions(), "pid": os.getpid()}).encode())
+    connection.send(
+        json.dumps(
+            {**versions(), "pid": os.getpid(), "shared": _parcels.reaches(config["probe"])}
+        ).encode()
+    )
     gc.collect()
     gc.freeze()  # what is here stays: collections look at what calls make only
     contextvars.Context().run(_serve, connection, server)

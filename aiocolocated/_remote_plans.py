@@ -65,6 +65,7 @@ class RemoteSpecialization(Specialization):
     def mark(self, call: Call) -> None:
         call._group = self.group
         call._light = True
+        call._passable = self.reduce is None
         # What fails on one host only must not keep others waiting for it.
         call._waits_here = self.in_specs is not None or self.group.collective
         owner = self._base.object

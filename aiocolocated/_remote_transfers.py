@@ -22,6 +22,7 @@ from aiocolocated._remote_plans import RemoteSpecialization
 from aiocolocated._specializations import FunctionCode
 from aiocolocated._submission import submit
 from aiocolocated._workers import local
+from aiocolocated.hosts import _parcels
 from aiocolocated.hosts._parcels import Parcel
 from aiocolocated.hosts._wire import Fixed, Plain
 from aiocolocated.hosts.inprocess import inprocess_host
@@ -371,7 +372,7 @@ def get_parts(arrays: Sequence[Any]) -> list[list[tuple[Index, Parcel]]]:
             for k, ids in enumerate(chosen):
                 wanted[k].append(ids)
         own = [arrays[i] for i in numbers]
-        args: list[Any] = [((own, ids, True), {}) for ids in wanted]
+        args: list[Any] = [((own, ids, _parcels.sharing), {}) for ids in wanted]
         devices = _compat.device_list(own[0].sharding)
         calls.append((numbers, _call(_pack_code, group, devices, args, reduce=list)))
     for numbers, call in calls:

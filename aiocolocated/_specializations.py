@@ -142,8 +142,8 @@ class Specialization:
                 leaf = _values.place(leaf, sharding, f"{what}: {name_path(path)}")
                 changed = True
             placed.append(leaf)
-        result: tuple[Args, Kwargs] = args, kwargs  # as they are: JAX sorts the keys of dictionaries
-        if changed:
+        result: tuple[Args, Kwargs] = args, kwargs
+        if changed:  # else they stay as they are: JAX sorts the keys of dictionaries
             result = jax.tree_util.tree_unflatten(tree, placed)
         if self.out_specs_fn is not None and self.in_specs is None:
             self._set_out(_specs.specs_of(*result))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from aiocolocated import colocated_python, colocated_python_class
@@ -221,6 +222,17 @@ class Counted:
 @colocated_python
 def counted_alive() -> int:
     return Counted.alive
+
+
+class Totals:
+    """Computes with all hosts' shards."""
+
+    def total(self, x: Any) -> Any:
+        return jax.jit(jnp.sum)(x)
+
+    def multiples(self, x: Any, stop: int) -> Any:
+        for i in range(stop):
+            yield jax.jit(jnp.sum)(x) * i
 
 
 # --- generators ---------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from aiocolocated.hosts import _shared
 
 SMALL = 1 << 17  # bytes; up to there a message is quicker
 
+# Whether every process that this one sends to can look into it. One that runs elsewhere cannot.
+sharing = _shared.AVAILABLE
+
 _keys = itertools.count(1)
 _sent: dict[int, tuple[_shared.Segment, set[Any]]] = {}  # what receivers still look at
 
@@ -54,7 +57,7 @@ class Parcel:
         arrays = [np.asarray(a) for a in arrays]
         if (
             shared
-            and _shared.AVAILABLE
+            and sharing
             and sum(a.nbytes for a in arrays) >= SMALL
             and not any(a.dtype.hasobject or a.dtype.kind == "T" for a in arrays)
         ):
@@ -173,9 +176,38 @@ def lost(receiver: Any) -> None:
 
 def array_parcel(array: Any) -> Any:
     """How a large array among other values travels: as a parcel, or ``None`` if it is small."""
-    if array.nbytes < SMALL or array.dtype.hasobject or not _shared.AVAILABLE:
+    if array.nbytes < SMALL or array.dtype.hasobject or not sharing:
         return None
     return Parcel([array])
+
+
+def probe() -> _shared.Token | None:
+    """What a process tries to attach, to see whether it can."""
+    global _probe
+    if _probe is None and _shared.AVAILABLE:
+        _probe = _shared.share([b"probe"])
+    return None if _probe is None else _probe.token
+
+
+_probe: _shared.Segment | None = None
+
+
+def reaches(token: Sequence[int] | None) -> bool:
+    """Whether this process can attach another's :func:`probe`; if not, nothing is shared with it."""
+    global sharing
+    try:
+        pid, fd, inode, nbytes = token or ()
+        reached = bytes(_shared.attach((pid, fd, inode, nbytes))) == b"probe"
+    except (OSError, ValueError):
+        reached = False
+    sharing = sharing and reached
+    return reached
+
+
+def stop_sharing() -> None:
+    """Some process cannot look into this one."""
+    global sharing
+    sharing = False
 
 
 def only_array(parcel: Parcel) -> Any:
@@ -195,7 +227,7 @@ class Packed:
 def pack_leaves(tree: Any) -> Any:
     """Have the large arrays of a tree travel as parcels of their own."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    if not any(type(x) is np.ndarray and x.nbytes >= SMALL for x in leaves):
+    if not sharing or not any(type(x) is np.ndarray and x.nbytes >= SMALL for x in leaves):
         return tree
     return jax.tree_util.tree_unflatten(
         treedef,

@@ -298,7 +298,7 @@ class Supervisor:
         with LOCK:
             if link.lost is not None:
                 self._set.restarted(link)
-            link.answered(host.hello["pid"])
+            link.answered(host.hello["pid"], shared=host.hello.get("shared", False))
             link.transmit = connection.send
             link.take_log = partial(self._output.log, host.name)
         host.up = True

@@ -30,7 +30,7 @@ from aiocolocated._settings import LOCK
 from aiocolocated._submission import calls_in_flight, submit
 from aiocolocated._waiters import waiting
 from aiocolocated._workers import local
-from aiocolocated.hosts import _sockets
+from aiocolocated.hosts import _parcels, _sockets
 from aiocolocated.hosts._supervisor import END_TIMEOUT, Supervisor, Times
 from aiocolocated.hosts._views import HostStatistics, RemoteHost as RemoteHost
 from aiocolocated.hosts.launchers import Launcher, LocalLauncher
@@ -418,6 +418,7 @@ def _config_of(
         "devices_by": way,
         "sys_path": sys.path,
         "parent": os.getpid(),
+        "probe": _parcels.probe(),
     }
     if link.hosts.collectives:
         if link.process_index == 0:

@@ -185,10 +185,13 @@ class Link:
                 except BaseException:  # one broken answer must not lose the others
                     _service.logger.exception("aiocolocated: internal error in an answer")
 
-    def answered(self, pid: int) -> None:
-        """The host is up, and its process is this one."""
+    def answered(self, pid: int, *, shared: bool) -> None:
+        """The host is up, and its process is this one; perhaps it can look into the memory of this one."""
         self._pid = pid
-        _parcels.release_to[pid] = self.release
+        if shared:
+            _parcels.release_to[pid] = self.release
+        else:
+            _parcels.stop_sharing()
 
     def release(self, key: int, reuse: bool) -> None:
         """Tell the host that a parcel of its is not needed any more (service thread)."""

@@ -313,12 +313,10 @@ class Refusals(Suite):
         """It says what went wrong over there; so does a result."""
         if not hosts.by_value:
             pytest.skip("values go by reference")
-        for call in (
-            lambda: hosts.on(bodies.same)([bodies.Broken()]),
-            lambda: hosts.on(lambda: [bodies.Broken()])(),
-        ):
-            with pytest.raises(ArgumentError, match="broken on arrival"):
-                await call()
+        with pytest.raises(ArgumentError, match="broken on arrival"):
+            await hosts.on(bodies.same)([bodies.Broken()])
+        with pytest.raises(ArgumentError, match="broken on arrival"):
+            await hosts.on(lambda: [bodies.Broken()])()
         assert await hosts.on(bodies.same)([1]) == [1]
 
     async def test_forgotten_call_is_refused(self, hosts: HostsUnderTest) -> None:
