@@ -31,8 +31,9 @@ from aiocolocated.hosts.remote import hosts_are_open
 if TYPE_CHECKING:
     from aiocolocated._calls import Call
     from aiocolocated._specs import Devices
+    from aiocolocated.hosts._groups import Code, Group
     from aiocolocated.hosts.base import Host
-    from aiocolocated.hosts.remote import Code, Group, HostSet
+    from aiocolocated.hosts.remote import HostSet
 
 _SELF = object()  # stands for the instance where only a method's other parameters matter
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from aiocolocated._exceptions import HostError, HostLostError
 from aiocolocated.hosts import _wire
-from aiocolocated.hosts.remote import Code
+from aiocolocated.hosts._groups import Code
 
 if TYPE_CHECKING:
     from aiocolocated._loops import Wakes
     from aiocolocated._protocols import Args, Kwargs
-    from aiocolocated.hosts.remote import Group, HostSet, Link
+    from aiocolocated.hosts._groups import Group
+    from aiocolocated.hosts._links import Link
+    from aiocolocated.hosts.remote import HostSet
 
 
 class ObjectCode(Code):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from aiocolocated._calls import Call
     from aiocolocated._protocols import Args, Kwargs
     from aiocolocated._specs import Devices, KeyPath
-    from aiocolocated.hosts.remote import Code, Group, HostSet
+    from aiocolocated.hosts._groups import Code, Group
+    from aiocolocated.hosts.remote import HostSet
 
 
 class RemoteSpecialization(Specialization):

@@ -11,7 +11,7 @@ from aiocolocated._exceptions import HostLostError, SpecError
 from aiocolocated._sources import END, First, Source
 from aiocolocated._submission import submit
 from aiocolocated.hosts import _wire
-from aiocolocated.hosts.remote import STREAM, Reference
+from aiocolocated.hosts._references import STREAM, Reference
 
 if TYPE_CHECKING:
     from aiocolocated._channels import TaskChannel
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from aiocolocated._owners import Owner
     from aiocolocated._protocols import Args, Kwargs
     from aiocolocated._specializations import FunctionCode
-    from aiocolocated.hosts.remote import Code, Group, HostSet, Link
+    from aiocolocated.hosts._groups import Code, Group
+    from aiocolocated.hosts._links import Link
+    from aiocolocated.hosts.remote import HostSet
 
 
 class _Body:

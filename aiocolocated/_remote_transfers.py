@@ -29,7 +29,7 @@ from aiocolocated.hosts.inprocess import inprocess_host
 from aiocolocated.hosts.remote import group_of, hosts_of
 
 if TYPE_CHECKING:
-    from aiocolocated.hosts.remote import Group
+    from aiocolocated.hosts._groups import Group
 
 Index = tuple[tuple[int, int], ...]  # start and stop for each axis
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from aiocolocated._calls import Call
     from aiocolocated._protocols import Args, Kwargs
     from aiocolocated._specs import Devices, KeyPath
+    from aiocolocated.hosts._groups import Code
     from aiocolocated.hosts.base import Host, Shipped
-    from aiocolocated.hosts.remote import Code, HostSet
+    from aiocolocated.hosts.remote import HostSet
 
 ArrayImpl = _compat.ArrayImpl
 Kind: TypeAlias = Literal["function", "coroutine", "generator", "asynchronous generator"]

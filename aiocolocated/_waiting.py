@@ -19,7 +19,7 @@ from aiocolocated._loops import LoopBridge, Wakes, bridge_for
 from aiocolocated._settings import LOCK
 from aiocolocated._types import CANCELLED, FAILED, READY
 from aiocolocated._waiters import LoopWaiter, waiting_body
-from aiocolocated.hosts.remote import calls_behind, computing
+from aiocolocated.hosts._forwarded import calls_behind, computing
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -81,7 +81,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_jitted",
         "_effects",
     ),
-    "L5": ("from_thread", "_hostprocess", "__init__", "_doctor", "__main__", "testing/*"),
+    "L5": (
+        "from_thread",
+        "_hostplans",
+        "_hostserver",
+        "_hostprocess",
+        "__init__",
+        "_doctor",
+        "__main__",
+        "testing/*",
+    ),
 }
 ORDER = [entry for layer in LAYERS.values() for entry in layer]
 

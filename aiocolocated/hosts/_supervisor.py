@@ -26,9 +26,10 @@ from aiocolocated import _service
 from aiocolocated._exceptions import HostError, HostLostError, HostStartError
 from aiocolocated._settings import LOCK
 from aiocolocated.hosts import _sockets, _wire
+from aiocolocated.hosts._links import Link
 from aiocolocated.hosts._output import Output, Printing
 from aiocolocated.hosts.launchers import HostProcess, Launcher, versions
-from aiocolocated.hosts.remote import HostSet, Link
+from aiocolocated.hosts.remote import HostSet
 
 logger = logging.getLogger("aiocolocated.hosts")
 

@@ -31,10 +31,11 @@ from aiocolocated._submission import calls_in_flight, submit
 from aiocolocated._waiters import waiting
 from aiocolocated._workers import local
 from aiocolocated.hosts import _parcels, _sockets
+from aiocolocated.hosts._links import Link
 from aiocolocated.hosts._supervisor import END_TIMEOUT, Supervisor, Times
 from aiocolocated.hosts._views import HostStatistics, RemoteHost as RemoteHost
 from aiocolocated.hosts.launchers import Launcher, LocalLauncher
-from aiocolocated.hosts.remote import HostSet, Link, add_devices, remove_devices
+from aiocolocated.hosts.remote import HostSet, add_devices, remove_devices
 
 _next_device = _compat_hosts.FIRST_DEVICE
 
