@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,7 @@ def run(
     return results, failed
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status (1 when a benchmark could not run)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one process, few calls: a rough look")
@@ -79,7 +80,7 @@ def main() -> int:
     parser.add_argument("--loops", default=",".join(LOOPS), help="comma-separated (%(default)s)")
     parser.add_argument("--json", metavar="PATH", type=Path, help="also write everything here")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.list:
         for benchmark in BENCHMARKS.values():
             print(f"{benchmark.name:<22} {benchmark.title}")

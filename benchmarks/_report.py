@@ -107,9 +107,10 @@ def summary(results: Sequence[Result]) -> str:
 
 def environment(*, quick: bool) -> dict[str, Any]:
     """What the numbers depend on."""
-    packages = ("aiocolocated", "jax", "jaxlib", "numpy", "anyio", "uvloop")
+    packages = ("aiocolocated", "jax", "jaxlib", "numpy", "anyio", "uvloop", "pyzmq")
+    peers = ("ray", "grpcio")
     versions: dict[str, str | None] = {}
-    for package in packages:
+    for package in (*packages, *peers):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

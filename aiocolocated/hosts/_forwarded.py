@@ -79,6 +79,7 @@ class Forwarded:
         if kind is None and len(self.group.links) > 1:
             with LOCK:  # at once, whatever the others do
                 self.call._fail(wakes, self._lost(message[2]), None)
+                self.cancel(wakes)
         before = self.answers.get(link)
         if kind == _wire.DONE and before is not None:  # the value has come with DISPATCHED
             message = (kind, message[1], *before[2:])
