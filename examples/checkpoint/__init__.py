@@ -2,8 +2,8 @@
 """Checkpoints that are written while the training goes on (``python -m examples.checkpoint``).
 
 ``CheckpointFiles`` is ordinary blocking Python: files, ``fsync``, ``rename``. As a colocated class it
-lives on the host of the devices, and its methods run there one after the other. ``Checkpointer`` is
-what a training loop has of it. Both are to copy.
+lives on a host, that of the devices or with ``--hosts 1`` a process of its own, and its methods run there
+one after the other. ``Checkpointer`` is what a training loop has of it. Both are to copy.
 
 ``training.py`` is a small training to save; ``__main__.py`` is the command line.
 """
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from aiocolocated import TaskChannel, colocated_cpu_devices, colocated_python_class
+from aiocolocated import TaskChannel, colocated_python_class, device_put
 
 T = TypeVar("T")
 
@@ -135,12 +135,12 @@ class Checkpointer:
 
     Args:
         folder: where the checkpoints are.
-        device: one of those that the state is on. The files are written on its host.
+        host: a CPU device of the host that writes the files, this process or another.
         keep: so many checkpoints are kept.
     """
 
-    def __init__(self, folder: Path, device: jax.Device, *, keep: int = 3) -> None:
-        (self._host,) = colocated_cpu_devices([device])
+    def __init__(self, folder: Path, host: jax.Device, *, keep: int = 3) -> None:
+        self._host = host
         self._files = FilesOnHost(folder, keep)
         # Its own channel: in the caller's, the next step would wait for the files.
         self._channel = TaskChannel("checkpoints")
@@ -159,7 +159,7 @@ class Checkpointer:
         Cancellation: a save that was begun goes on.
         """
         await self.wait()
-        copying = self._channel.run(jax.device_put, state, self._host, may_alias=False)
+        copying = self._channel.submit_nowait(device_put, state, self._host, may_alias=False)
         copy = await copying.wait_dispatched()
         saving = self._channel.submit_nowait(self._files.save, step, copy)
         self._saving = asyncio.ensure_future(saving)
@@ -192,7 +192,7 @@ class Checkpointer:
             raise ValueError(f"checkpoint {step} has {types(arrays)}, wanted are {types(wanted)}")
         places = jax.tree.map(lambda leaf: leaf.sharding, like)
         state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
-        return step, await self._channel.run(jax.device_put, state, places)
+        return step, await self._channel.submit_nowait(device_put, state, places)
 
     async def steps(self) -> list[int]:
         """Steps of the checkpoints that are on the disk, oldest first."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from aiocolocated import open_task_channel
 from examples.checkpoint import Checkpointer, training
+from examples.hosts import open_hosts_or_here
 from examples.server.model import load_digits
 
 
@@ -62,13 +63,14 @@ async def train(checkpoints: Checkpointer, steps: int, every: int, seed: int) ->
 
 async def run(folder: Path, args: argparse.Namespace) -> int:
     """Train, then restore and compare; returns the exit status."""
-    device = jax.devices()[0]
-    async with Checkpointer(folder, device, keep=args.keep) as checkpoints:
-        state = await train(checkpoints, args.steps, args.every, args.seed)
-        print(f"kept: steps {', '.join(map(str, await checkpoints.steps()))}")
-    # As a program does that starts anew.
-    async with Checkpointer(folder, device, keep=args.keep) as checkpoints:
-        restored = await checkpoints.restore(like=training.new_state())
+    async with open_hosts_or_here(args.hosts, jax.devices()[:1]) as hosts:
+        host = hosts.devices[0]
+        async with Checkpointer(folder, host, keep=args.keep) as checkpoints:
+            state = await train(checkpoints, args.steps, args.every, args.seed)
+            print(f"kept: steps {', '.join(map(str, await checkpoints.steps()))}")
+        # As a program does that starts anew.
+        async with Checkpointer(folder, host, keep=args.keep) as checkpoints:
+            restored = await checkpoints.restore(like=training.new_state())
     assert restored is not None
     pairs = zip(*map(jax.tree.leaves, (restored[1], state)), strict=True)
     exactly = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
@@ -84,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--every", type=int, default=20, help="steps between two checkpoints (%(default)s)")
     add("--keep", type=int, default=3, help="checkpoints that are kept (%(default)s)")
     add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
+    add("--hosts", type=int, choices=(0, 1), default=0, help="processes that write; 0: this one")
     add("--folder", type=Path, help="where the checkpoints are kept (a temporary folder)")
     args = parser.parse_args()
     if min(args.steps, args.every, args.keep) < 1:

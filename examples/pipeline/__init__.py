@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asyncio data pipeline over image files (``python -m examples.pipeline``).
 
-Files are read, decoded on the hosts of the devices, put on the devices in batches and prefetched
-while the consumer computes. The order of the files is kept, memory is bounded, an error names its
-file, and leaving the block early stops everything.
+Files are read, decoded on hosts, put on the devices in batches and prefetched while the consumer
+computes. The order of the files is kept, memory is bounded, an error names its file, and leaving the
+block early stops everything. The hosts are those of the devices, or with ``--hosts N`` processes of
+their own.
 
 ``open_batches`` is the part to copy. ``__main__.py`` is a consumer, and has the same work as a
 plain loop for comparison; ``tiles.py`` makes the image files.
@@ -17,8 +18,9 @@ import io
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,13 +28,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 
-from aiocolocated import (
-    TaskGroup,
-    colocated_cpu_devices,
-    colocated_python,
-    gather,
-    open_task_channel,
-)
+from aiocolocated import TaskGroup, colocated_python, device_put
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -101,6 +97,7 @@ async def open_batches(
     size: int,
     shape: tuple[int, int],
     devices: Sequence[jax.Device],
+    hosts: Sequence[jax.Device],
     *,
     prefetch: int = 2,
     fetch: Callable[[Sequence[Path]], Awaitable[list[bytes]]] = read_files,
@@ -108,14 +105,16 @@ async def open_batches(
 ) -> AsyncIterator[AsyncGenerator[Batch]]:
     """Load image files in batches, in order, while the consumer works on earlier ones.
 
-    Each device's part of a batch is decoded on that device's host; all parts of all batches that
-    are being loaded are decoded at the same time.
+    Each device's part of a batch is decoded on a host; all parts of all batches that are being loaded
+    are decoded at the same time.
 
     Args:
         paths: JPEG files.
         size: images per batch; a multiple of the number of devices.
         shape: height and width of every image.
         devices: where the batches go.
+        hosts: CPU devices of this process or of others, which decode; for each of ``devices`` the next
+            one, in turns.
         prefetch: batches that are loaded ahead of the consumer. With the one that the consumer
             has, ``(prefetch + 1) * size`` images are in memory at most.
         fetch: how the files of a batch are read.
@@ -131,23 +130,23 @@ async def open_batches(
     if size % len(devices):
         raise ValueError(f"a batch of {size} cannot be split over {len(devices)} devices")
     meter = meter or Meter()
-    hosts = colocated_cpu_devices(devices)
-    decode_on = [decode_on_host.specialize(devices=host) for host in hosts]
+    functions = [decode_on_host.specialize(devices=host) for host in hosts]
     part = size // len(devices)
+    starts = range(0, size, part)  # of the part of each device
 
     async def load(files: Sequence[Path]) -> Batch:
         meter.add(len(files))
         names = [file.name for file in files]
         jpegs = await fetch(files)
-        parts: list[Any] = [  # futures of JAX arrays, made of the NumPy arrays that bodies return
+        parts = [  # futures of JAX arrays, made of the NumPy arrays that bodies return
             group.start_soon(function, jpegs[i : i + part], names[i : i + part], part, shape)
-            for function, i in zip(decode_on, range(0, size, part), strict=True)
+            for function, i in zip(cycle(functions), starts, strict=False)
         ]
-        on_hosts = jax.make_array_from_single_device_arrays(
-            (size, *shape, 3), split_over(hosts), await gather(*parts)
+        shards = await device_put(parts, list(devices))
+        images = jax.make_array_from_single_device_arrays(
+            (size, *shape, 3), split_over(devices), shards
         )
-        async with open_task_channel() as channel:
-            return Batch(await channel.run(jax.device_put, on_hosts, split_over(devices)), names)
+        return Batch(images, names)
 
     waiting = deque(paths[start : start + size] for start in range(0, len(paths), size))
     loading: deque[asyncio.Task[Batch]] = deque()

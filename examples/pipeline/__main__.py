@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from aiocolocated import open_task_channel
+from examples.hosts import open_hosts_or_here
 from examples.pipeline import Batch, Meter, decode, open_batches, read_files, split_over, tiles
 
 Rows = npt.NDArray[np.float32]
@@ -76,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--side", type=int, default=224, help="their height and width (%(default)s)")
     add("--batch", type=int, default=32, help="images per batch (%(default)s)")
     add("--prefetch", type=int, default=2, help="batches loaded ahead (%(default)s)")
+    add("--hosts", type=int, default=0, help="processes that decode; 0: this one (%(default)s)")
     add("--fetch-ms", type=float, default=0, help="SIMULATION: every file takes longer to read")
     add("--folder", type=Path, help="where the tiles are kept (your cache)")
     return parser.parse_args()
@@ -99,20 +101,24 @@ def main() -> int:
         await asyncio.sleep(latency)  # a store serves all files of a batch at the same time
         return await read_files(files)
 
-    async def pipeline() -> Result:
-        async with open_batches(
-            paths, args.batch, shape, devices, prefetch=args.prefetch, fetch=fetch, meter=meter
-        ) as batches:
-            return await analyse(batches, len(paths))
+    async def pipeline() -> tuple[Result, float]:
+        async with open_hosts_or_here(args.hosts, devices) as hosts:
+            start = time.perf_counter()
+            async with open_batches(
+                *(paths, args.batch, shape, devices, hosts.devices),
+                prefetch=args.prefetch,
+                fetch=fetch,
+                meter=meter,
+            ) as batches:
+                result = await analyse(batches, len(paths))
+            return result, time.perf_counter() - start
 
-    start = time.perf_counter()
     try:
-        names, rows = asyncio.run(pipeline())
+        (names, rows), seconds = asyncio.run(pipeline())
     except ExceptionGroup as errors:
         for error in errors.exceptions:
             print(f"error: {error}", file=sys.stderr)
         return 1
-    seconds = time.perf_counter() - start
 
     start = time.perf_counter()
     names_in_loop, rows_in_loop = analyse_in_a_loop(paths, args.batch, shape, devices, latency)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning over pools of environments (``python -m examples.rollouts``).
 
-The environments live on the host of the devices, many in a pool, and their steps are coroutines: while
-one waits, for a simulator behind a network say, the others go on. The policy is one program on the
-device for all environments of a pool. Several pools take turns: one is stepped while the device works
-for another.
+The environments live on hosts, that of the device or with ``--hosts N`` processes of their own. Many
+are in a pool, and their steps are coroutines: while one waits, for a simulator behind a network say, the
+others go on. The policy is one program on the device for all environments of a pool. Several pools take
+turns: one is stepped while the device works for another.
 
 ``EnvironmentPool`` and ``play`` are the parts to copy; ``policy.py`` is the learning, ``__main__.py``
 the command line.
@@ -13,14 +13,15 @@ the command line.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from aiocolocated import TaskGroup, colocated_cpu_devices, colocated_python_class, open_task_channel
+from aiocolocated import TaskGroup, colocated_python_class, open_task_channel
 from examples.rollouts import policy
 from examples.rollouts.policy import Episodes, Learner, Params
 
@@ -42,8 +43,12 @@ def import_gymnasium() -> ModuleType:
     return gymnasium
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Step:
     """What a step of all environments of a pool gives.
+
+    A plain value to JAX, unlike a named tuple: the arrays come to the caller with it, from a host
+    process too, and are not made into JAX arrays that stay on the host. So small ones cost least.
 
     Attributes:
         observations: ``f32[n, ...]``.
@@ -51,9 +56,9 @@ class Step(NamedTuple):
         ended: ``bool[n]``, whether the episode is over.
     """
 
-    observations: Any
-    rewards: Any
-    ended: Any
+    observations: Observations
+    rewards: npt.NDArray[np.float32]
+    ended: npt.NDArray[np.bool_]
 
 
 class EnvironmentPool:
@@ -73,15 +78,16 @@ class EnvironmentPool:
         self._observations = np.zeros((count, *shape), np.float32)
         self._ended = np.ones(count, bool)
 
-    async def reset(self, seed: int) -> Observations:
+    async def reset(self, seed: int) -> Step:
         """Begin an episode in each environment, the i-th with ``seed + i``."""
         for i, environment in enumerate(self._environments):
             self._observations[i], _ = environment.reset(seed=seed + i)
         self._ended[:] = False
-        return self._observations.copy()
+        rewards = np.zeros(len(self._environments), np.float32)
+        return Step(self._observations.copy(), rewards, self._ended.copy())
 
-    async def step(self, actions: jax.Array) -> Step:
-        """Take ``actions``, ``i32[n]``, where the episode is not over yet."""
+    async def step(self, actions: Sequence[int]) -> Step:
+        """Take an action in each environment where the episode is not over yet."""
         rewards = np.zeros(len(self._environments), np.float32)
 
         async def step(i: int, action: int) -> None:
@@ -92,7 +98,7 @@ class EnvironmentPool:
             self._ended[i] = terminated or truncated
 
         async with asyncio.TaskGroup() as group:
-            for i, action in enumerate(np.asarray(actions).tolist()):
+            for i, action in enumerate(actions):
                 if not self._ended[i]:
                     group.create_task(step(i, action))
         return Step(self._observations.copy(), rewards, self._ended.copy())
@@ -104,11 +110,16 @@ class EnvironmentPool:
 
 
 def make_pools(
-    pools: int, count: int, device: jax.Device, *, name: str = "CartPole-v1", latency: float = 0.0
+    pools: int,
+    count: int,
+    hosts: Sequence[jax.Device],
+    *,
+    name: str = "CartPole-v1",
+    latency: float = 0.0,
 ) -> list[Any]:
-    """Pools of ``count`` environments each, on the host of a device."""
-    on_host = colocated_python_class(EnvironmentPool, devices=colocated_cpu_devices([device]))
-    return [on_host(name, count, latency) for _ in range(pools)]
+    """Pools of ``count`` environments each, on hosts in turns, which are named by CPU devices."""
+    on_host = [colocated_python_class(EnvironmentPool, devices=host) for host in hosts]
+    return [on_host[i % len(hosts)](name, count, latency) for i in range(pools)]
 
 
 async def play(pool: Any, params: Params, seed: int, limit: int = 500) -> Episodes:
@@ -118,13 +129,12 @@ async def play(pool: Any, params: Params, seed: int, limit: int = 500) -> Episod
     """
     steps: list[tuple[policy.Array, ...]] = []
     async with open_task_channel("play") as channel:
-        observations = await pool.reset(seed)
-        ended = np.zeros(len(observations), bool)
-        while len(steps) < limit and not ended.all():
-            actions = await channel.run(policy.act, params, observations, seed, len(steps))
-            step = await pool.step(actions)
-            steps.append((observations, actions, step.rewards, ~ended))
-            observations, ended = step.observations, np.asarray(step.ended)
+        step = await pool.reset(seed)
+        while len(steps) < limit and not step.ended.all():
+            last = step
+            actions = await channel.run(policy.act, params, last.observations, seed, len(steps))
+            step = await pool.step(actions.tolist())
+            steps.append((last.observations, actions, step.rewards, ~last.ended))
         return await channel.run(policy.stack, steps, limit)
 
 

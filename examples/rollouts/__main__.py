@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 
 import jax
 
+from examples.hosts import open_hosts_or_here
 from examples.rollouts import import_gymnasium, make_pools, policy, train
 
 
@@ -18,13 +19,13 @@ async def run(args: argparse.Namespace) -> list[float]:
     """Train in all pools; returns the mean return of each iteration."""
     device = jax.devices()[0]
     learner = jax.device_put(policy.new_learner(4, 2, args.seed), device)
-    pools = make_pools(args.pools, args.count, device, latency=args.latency_ms / 1e3)
 
     def report(iteration: int, mean_return: float) -> None:
         if iteration % 5 == 0 or iteration == 1:
             print(f"iteration {iteration:3}: mean return {mean_return:5.1f}", flush=True)
 
-    async with AsyncExitStack() as stack:
+    async with open_hosts_or_here(args.hosts, [device]) as hosts, AsyncExitStack() as stack:
+        pools = make_pools(args.pools, args.count, hosts.devices, latency=args.latency_ms / 1e3)
         for pool in pools:
             await stack.enter_async_context(pool)
         _, returns = await train(pools, learner, args.iterations, seed=args.seed, report=report)
@@ -38,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--iterations", type=int, default=25, help="updates of the policy (%(default)s)")
     add("--pools", type=int, default=2, help="pools of environments (%(default)s)")
     add("--count", type=int, default=16, help="environments in each (%(default)s)")
+    add("--hosts", type=int, default=0, help="processes that the pools are in; 0: this one")
     add("--seed", type=int, default=0, help="of the policy and the environments (%(default)s)")
     add("--latency-ms", type=float, default=0, help="SIMULATION: every step takes longer")
     args = parser.parse_args()

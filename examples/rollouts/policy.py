@@ -54,27 +54,26 @@ def new_learner(inputs: int, actions: int, seed: int = 0, width: int = 32) -> Le
     return Learner(params, zeros, zeros, jnp.float32(0))
 
 
-def logits(params: Params, observations: jax.Array) -> jax.Array:
+def logits(params: Params, observations: Array) -> jax.Array:
     """``f32[..., actions]`` for ``observations``: ``f32[..., inputs]``."""
     return jnp.tanh(observations @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
 
 @jax.jit
-def sample(params: Params, observations: jax.Array, seed: int, step: int) -> jax.Array:
+def sample(params: Params, observations: Array, seed: int, step: int) -> jax.Array:
     """Actions ``i32[n]``, drawn from the policy; seed and step decide how the dice fall."""
     key = jax.random.fold_in(jax.random.PRNGKey(seed), step)
     return jax.random.categorical(key, logits(params, observations))
 
 
-def act(params: Params, observations: jax.Array, seed: int, step: int) -> jax.Array:
-    """As :func:`sample`, on the device of ``params``, with the actions back beside the observations.
+def act(
+    params: Params, observations: npt.NDArray[np.float32], seed: int, step: int
+) -> npt.NDArray[np.int32]:
+    """As :func:`sample`, on the device of ``params``, from NumPy to NumPy.
 
-    With an accelerator these are two transfers; on a CPU-only machine ``device_put`` does nothing.
+    With an accelerator these are two transfers; on a CPU-only machine next to nothing.
     """
-    host, device = observations.sharding, params["w1"].sharding
-    drawn = sample(params, jax.device_put(observations, device), seed, step)
-    actions: jax.Array = jax.device_put(drawn, host)
-    return actions
+    return np.asarray(sample(params, observations, seed, step))
 
 
 def stack(steps: Sequence[Sequence[Array]], length: int) -> Episodes:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An async HTTP server that classifies handwritten digits (``python -m examples.server``).
 
+Uploads are decoded and recorded on threads of the server, or with ``--hosts N`` in host processes.
+
 Read in this order:
 
 * ``predict.py``: what one request does with aiocolocated. This is the part to copy.

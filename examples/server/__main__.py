@@ -7,9 +7,11 @@ import argparse
 import contextlib
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import jax
 import uvicorn
 
 from examples.server import model
@@ -51,41 +53,51 @@ def parse_arguments() -> argparse.Namespace:
     add("--log", type=Path, default=Path("predictions.jsonl"), help="the prediction log")
     add("--max-in-flight", type=int, default=64, help="requests at a time; more get a 503")
     add("--workers", type=int, default=32, help="most worker threads (aiocolocated)")
+    add("--hosts", type=int, default=0, help="processes that decode and record; 0: this one")
     add("--slow-disk-ms", type=float, default=0, help="SIMULATION: each log write takes longer")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.hosts and args.mode != "aiocolocated":
+        parser.error("--hosts needs --mode aiocolocated")
+    return args
 
 
-def make_predictor(args: argparse.Namespace, params: model.Params) -> Predictor:
+@contextlib.contextmanager
+def open_predictor(args: argparse.Namespace, params: model.Params) -> Iterator[Predictor]:
     """The predictor of the chosen mode. Imports are local: the baselines run without ours."""
     log, slow_disk = str(args.log.absolute()), args.slow_disk_ms / 1e3
     if args.mode == "aiocolocated":
         import aiocolocated
+        from examples.hosts import open_hosts_or_here
         from examples.server.predict import Predictor as AiocolocatedPredictor
 
         # Log writes wait for the disk, not for a core: as many at a time as the disk likes.
         aiocolocated.configure(worker_limit=args.workers)
-        return AiocolocatedPredictor(params, log, slow_disk=slow_disk)
-    from examples.server.baselines import PlainJaxPredictor
+        # Not `async with`: the event loop is uvicorn's.
+        with open_hosts_or_here(args.hosts, jax.devices()[:1]) as hosts:
+            yield AiocolocatedPredictor(params, log, hosts.devices, slow_disk=slow_disk)
+    else:
+        from examples.server.baselines import PlainJaxPredictor
 
-    to_thread = args.mode == "jax-to-thread"
-    return PlainJaxPredictor(params, log, to_thread=to_thread, slow_disk=slow_disk)
+        to_thread = args.mode == "jax-to-thread"
+        yield PlainJaxPredictor(params, log, to_thread=to_thread, slow_disk=slow_disk)
 
 
 def main() -> None:
     """Train or load the model, then serve until SIGTERM or Ctrl-C."""
     args = parse_arguments()
     params = model.load_or_train(args.weights)
-    service = Service(make_predictor(args, params), max_in_flight=args.max_in_flight)
-    config = uvicorn.Config(
-        create_app(service),
-        host=args.host,
-        port=args.port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=30,
-    )
-    with contextlib.suppress(KeyboardInterrupt):  # after Ctrl-C and draining; not worth a traceback
-        Server(config, service).run()
+    with open_predictor(args, params) as predictor:
+        service = Service(predictor, max_in_flight=args.max_in_flight)
+        config = uvicorn.Config(
+            create_app(service),
+            host=args.host,
+            port=args.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=30,
+        )
+        with contextlib.suppress(KeyboardInterrupt):  # after Ctrl-C and draining
+            Server(config, service).run()
 
 
 if __name__ == "__main__":

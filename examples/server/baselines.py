@@ -53,8 +53,7 @@ class PlainJaxPredictor:
         return self._predict(png, request_id)
 
     def _predict(self, png: bytes, request_id: int) -> work.Prediction:
-        pixels = self._decode(jax.device_put(_padded(png), self._host))
-        logits = model.infer(self._params, pixels, self._host)
+        logits = self._infer(self._decode(jax.device_put(_padded(png), self._host)))
         number = jax.device_put(np.uint32(request_id), self._host)
         digit, confidence = self._record(logits, number)
         return {"digit": int(digit), "confidence": round(float(confidence), 4)}
@@ -62,7 +61,13 @@ class PlainJaxPredictor:
     async def warm_up(self) -> None:
         """Compile before the first request (on the loop: it is not serving yet)."""
         png = _padded(work.encode_png(np.zeros(64, np.float32)))
-        model.infer(self._params, self._decode(jax.device_put(png, self._host)), self._host)
+        self._infer(self._decode(jax.device_put(png, self._host)))
+
+    def _infer(self, pixels: jax.Array) -> jax.Array:
+        """To the device of the model and back; on a CPU-only machine ``device_put`` does nothing."""
+        pixels = jax.device_put(pixels, self._params["w1"].sharding)
+        logits: jax.Array = jax.device_put(model.forward(self._params, pixels), self._host)
+        return logits
 
     async def aclose(self) -> None:
         """Nothing to close."""

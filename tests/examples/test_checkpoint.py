@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -36,6 +37,10 @@ from examples.checkpoint import (
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
+
+needs_zmq = pytest.mark.skipif(
+    importlib.util.find_spec("zmq") is None, reason="host processes need pyzmq"
+)
 
 
 def start_program(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -135,6 +140,19 @@ def test_program_trains_saves_and_restores(uninterrupted: tuple[Path, str]) -> N
     assert float(re.findall(r"([\d.]+)% recognised", output)[0]) > 80
 
 
+@needs_zmq
+def test_program_saves_the_same_in_a_host_process(
+    tmp_path: Path, uninterrupted: tuple[Path, str]
+) -> None:
+    """A process of its own writes the very same bits, and reads them back exactly."""
+    output = finish(start_program(tmp_path, "--steps", str(STEPS), "--every", "10", "--hosts", "1"))
+    assert re.search(r"^restored: step 60, exactly: yes$", output, re.M)
+    assert names(tmp_path) == names(uninterrupted[0])
+    for step in (40, 50, 60):
+        pairs = zip(saved(tmp_path, step), saved(uninterrupted[0], step), strict=True)
+        assert all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+
 def test_program_goes_on_after_being_killed(
     tmp_path: Path, uninterrupted: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +167,7 @@ def test_program_goes_on_after_being_killed(
     program.communicate()
     last = CheckpointFiles(tmp_path, 3).steps()[-1]
     assert last < STEPS
-    args = argparse.Namespace(steps=STEPS, every=10, keep=3, seed=0)
+    args = argparse.Namespace(steps=STEPS, every=10, keep=3, seed=0, hosts=0)
     assert asyncio.run(checkpoint_program.run(tmp_path, args)) == 0
     output = capsys.readouterr().out
     assert f"resumed at step {last}\n" in output

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import re
 import subprocess
 import sys
@@ -22,6 +23,11 @@ ROOT = Path(__file__).parents[2]
 SIDE = 48
 SHAPE = (SIDE, SIDE)
 SIZE = 8
+
+needs_zmq = pytest.mark.skipif(
+    importlib.util.find_spec("zmq") is None, reason="host processes need pyzmq"
+)
+HOSTS = [0, pytest.param(2, marks=needs_zmq)]
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +78,10 @@ def images_in_memory() -> int:
     return sum(images.values())
 
 
-def test_program_keeps_order_and_bound(folder: Path) -> None:
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_program_keeps_order_and_bound(folder: Path, hosts: int) -> None:
     """The program exits with 0, and so both ways agreed, in order and within the bound."""
-    done = run_program(folder, "--tiles", "100", "--batch", "16")
+    done = run_program(folder, "--tiles", "100", "--batch", "16", "--hosts", str(hosts))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "order kept: yes; same results: yes" in done.stdout
     peak, bound = map(int, re.findall(r"(\d+) images \(bound (\d+)\)", done.stdout)[0])
@@ -82,11 +89,12 @@ def test_program_keeps_order_and_bound(folder: Path) -> None:
     assert len(re.findall(r"\d+ images/s", done.stdout)) == 2
 
 
-def test_program_names_a_corrupt_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_program_names_a_corrupt_file(tmp_path: Path, hosts: int) -> None:
     """A damaged file ends the program with its name and without a traceback."""
     damaged = tiles.cut(64, SIDE, tmp_path)[40]
     damaged.write_bytes(damaged.read_bytes()[:200])
-    done = run_program(tmp_path, "--tiles", "64", "--batch", "16")
+    done = run_program(tmp_path, "--tiles", "64", "--batch", "16", "--hosts", str(hosts))
     assert done.returncode == 1
     assert "error: tile-00040.jpg is not a readable JPEG" in done.stderr
     assert "Traceback" not in done.stderr
@@ -114,7 +122,7 @@ async def test_batches_come_in_order(paths: list[Path], pixels: list[pipeline.Pi
     """Names and pixels arrive in the order of the files, split over the devices, the rest zeros."""
     devices = jax.devices()
     names: list[str] = []
-    async with open_batches(paths, SIZE, SHAPE, devices) as batches:
+    async with open_batches(paths, SIZE, SHAPE, devices, devices) as batches:
         async for batch in batches:
             assert batch.images.shape == (SIZE, *SHAPE, 3)
             assert batch.images.sharding == pipeline.split_over(devices)
@@ -134,7 +142,9 @@ async def test_memory_is_bounded(paths: list[Path], prefetch: int) -> None:
     devices = jax.devices()
     meter = Meter()
     bound = (prefetch + 1) * SIZE
-    async with open_batches(paths, SIZE, SHAPE, devices, prefetch=prefetch, meter=meter) as batches:
+    async with open_batches(
+        paths, SIZE, SHAPE, devices, devices, prefetch=prefetch, meter=meter
+    ) as batches:
         async for batch in batches:
             await asyncio.sleep(0.02)  # time enough to load more, if that were allowed
             assert meter.now <= bound
@@ -154,7 +164,9 @@ async def test_leaving_early_stops_everything(paths: list[Path], leave: str) -> 
 
     async def consume() -> None:
         nonlocal consumed
-        async with open_batches(paths, SIZE, SHAPE, devices, prefetch=4, meter=meter) as batches:
+        async with open_batches(
+            paths, SIZE, SHAPE, devices, devices, prefetch=4, meter=meter
+        ) as batches:
             async for batch in batches:
                 consumed += len(batch.names)
                 if consumed == 2 * SIZE:
@@ -184,7 +196,7 @@ async def test_cancelling_the_consumer_stops_everything(paths: list[Path]) -> No
     before = other_tasks()
 
     async def consume() -> None:
-        async with open_batches(paths, SIZE, SHAPE, jax.devices()) as batches:
+        async with open_batches(paths, SIZE, SHAPE, *[jax.devices()] * 2) as batches:
             async for _ in batches:
                 await asyncio.Event().wait()
 
@@ -224,7 +236,7 @@ async def test_error_names_the_file(damaged: tuple[list[Path], type[Exception]])
     names: list[str] = []
     before = other_tasks()
     with pytest.raises(ExceptionGroup) as raised:
-        async with open_batches(paths, SIZE, SHAPE, jax.devices()) as batches:
+        async with open_batches(paths, SIZE, SHAPE, *[jax.devices()] * 2) as batches:
             async for batch in batches:
                 names += batch.names
     assert len(raised.value.exceptions) == 1, raised.value.exceptions

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import io
 import json
 import sys
@@ -24,6 +25,10 @@ from examples.server.app import cancel_on_disconnect
 from examples.server.launch import ROOT, ServerProcess, run_server
 
 pytestmark = pytest.mark.timeout(120)
+
+needs_zmq = pytest.mark.skipif(
+    importlib.util.find_spec("zmq") is None, reason="host processes need pyzmq"
+)
 
 
 @pytest.fixture(scope="session")
@@ -87,12 +92,13 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_accuracy_on_held_out_digits(start: Start, digits: model.Digits) -> None:
+@pytest.mark.parametrize("hosts", [0, pytest.param(2, marks=needs_zmq)])
+async def test_accuracy_on_held_out_digits(start: Start, digits: model.Digits, hosts: int) -> None:
     """A hundred digits that training never saw: most are right, and each is in the log."""
     uploads = await asyncio.to_thread(
         lambda: [work.encode_png(image) for image in digits.test_images[:100]]
     )
-    async with start() as server:
+    async with start("--hosts", str(hosts)) as server:
         limit = asyncio.Semaphore(16)
 
         async def predict(png: bytes) -> int:
@@ -110,6 +116,9 @@ async def test_accuracy_on_held_out_digits(start: Start, digits: model.Digits) -
     assert len({line["request"] for line in lines}) == 100
     assert stats["requests"] == {"ok": 100}
     assert stats["in_flight"] == 0
+    lanes = stats["predictor"]["decoding"]
+    assert len(lanes) == max(hosts, 1)
+    assert min(lane["submitted"] for lane in lanes) >= 100 // len(lanes)
 
 
 @pytest.mark.asyncio
@@ -235,7 +244,7 @@ async def test_disconnect_cancels_the_queued_calls(start: Start, digits: model.D
         assert stats["in_flight"] == 1
         assert stats["predictor"]["runtime"]["queued"] == 0
         assert stats["predictor"]["runtime"]["running"] == 1  # the first one's log write
-        assert stats["predictor"]["decoding"]["cancelled"] == 1
+        assert stats["predictor"]["decoding"][0]["cancelled"] == 1
         assert (await first).status_code == 200
         assert len(await server.log_lines()) == 1
 
