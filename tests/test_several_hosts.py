@@ -304,6 +304,8 @@ async def test_a_channel_that_stops(hosts: Hosts) -> None:
     """Calls that were sent ahead stop, too, and say which failure it was."""
     channel = TaskChannel("strict", on_error="stop")
     run = fail_on.specialize(devices=hosts.devices[0])
+    nap = colocated_python(time.sleep).specialize(devices=hosts.devices[0])
+    channel.submit_nowait(nap, 0.3)
     futures = [channel.submit_nowait(run, *wrong) for wrong in ((), (0,), (), ())]
     assert await futures[0] == 1
     with pytest.raises(KeyError):

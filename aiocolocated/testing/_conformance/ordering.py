@@ -137,8 +137,11 @@ class Channels(Suite):
     ) -> None:
         """With ``on_error="stop"`` nothing runs after a failed call."""
         channel = TaskChannel("stops", on_error="stop")
+        first = channel.submit_nowait(hosts.on(bodies.pass_gate), f"{key}.out")
         failed = channel.submit_nowait(hosts.on(bodies.fail), KeyError("stop"))
         behind = channel.submit_nowait(hosts.on(bodies.note), key, 1)
+        await hosts.release(key)
+        await first
         with pytest.raises(KeyError, match="stop"):
             await failed
         with pytest.raises(ChannelStoppedError) as caught:
