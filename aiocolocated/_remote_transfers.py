@@ -29,6 +29,7 @@ from aiocolocated.hosts.inprocess import inprocess_host
 from aiocolocated.hosts.remote import group_of, hosts_of
 
 if TYPE_CHECKING:
+    from aiocolocated._calls import Call
     from aiocolocated.hosts._groups import Group
 
 Index = tuple[tuple[int, int], ...]  # start and stop for each axis
@@ -82,6 +83,49 @@ def _pack(arrays: Sequence[Any], wanted: Sequence[Sequence[int]], shared: bool) 
     return packed
 
 
+def _place_one(leaves: Sequence[Any]) -> Any:
+    """Make an array of which this host has some shards (body)."""
+    return _make(*leaves[0])
+
+
+class _Fetched:
+    """A result on its way to the controller; no tree, so that nothing of it is placed."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+
+def _fetch(value: Any) -> _Fetched:
+    """Pack the arrays in a result (body)."""
+    return _Fetched(jax.tree_util.tree_map(_packed, value))
+
+
+def _packed(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if _is_key(leaf):
+        data = np.asarray(_compat.key_data(leaf))
+        return _PackedArray(Parcel([data]), _compat.key_impl(leaf.dtype))
+    return _PackedArray(Parcel([np.asarray(leaf)]), None)
+
+
+class _PackedArray:
+    def __init__(self, parcel: Parcel, impl: str | None) -> None:
+        self.parcel = parcel
+        self.impl = impl  # of typed keys
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, _PackedArray)
+
+
+def _unpack(leaf: Any) -> Any:
+    if not isinstance(leaf, _PackedArray):
+        return leaf
+    data = leaf.parcel.arrays()[0]
+    return data if leaf.impl is None else jax.random.wrap_key_data(data, impl=leaf.impl)
+
+
 def _pack_whole(*arrays: Any) -> Plain:
     """Pack arrays of which this host has all (body)."""
     parcels = [Parcel([np.asarray(array.addressable_shards[0].data)]) for array in arrays]
@@ -89,6 +133,8 @@ def _pack_whole(*arrays: Any) -> Plain:
 
 
 _pack_whole_code = FunctionCode(_pack_whole, inprocess_host())
+_fetch_code = FunctionCode(_fetch, inprocess_host())
+_place_one_code = FunctionCode(_place_one, inprocess_host())
 _place_code = FunctionCode(_place, inprocess_host())
 _pack_code = FunctionCode(_pack, inprocess_host())
 
@@ -226,60 +272,89 @@ def _packed_for(
 class PutThere(RemoteSpecialization):
     """What a transfer from this process to hosts runs: nothing here but the packing."""
 
-    __slots__ = ("_describe", "_leaves", "_sharding", "_tree", "_wraps")
+    __slots__ = ("_sharding", "_bare", "_tree", "_wraps")
 
-    def __init__(
-        self,
-        leaves: Sequence[Any],
-        tree: Any,
-        sharding: Any,
-        group: Group,
-        describe: Callable[[int], str],
-    ) -> None:
-        super().__init__(_place_code, None, None, _compat.device_list(sharding), group)
+    def __init__(self, parcel: Any, sharding: Any, group: Group) -> None:
+        # One array, and no tree around it: what the hosts make is the result, which may be passed on there.
+        single = jax.tree_util.treedef_is_leaf(parcel.tree) and not _is_key(parcel.leaves[0])
+        code = _place_one_code if single else _place_code
+        super().__init__(code, None, None, _compat.device_list(sharding), group)
         self.name = "device_put"
         self.per_host = True
-        self._leaves: Sequence[Any] = leaves
-        self._tree = tree
+        self._bare = single
+        self._tree = parcel.tree
         self._sharding = sharding
-        self._describe: Callable[[int], str] | None = describe
         self._wraps: list[Callable[[Any], Any]] = []
 
+    def mark(self, call: Call) -> None:
+        call._group = self.group
+        call._light = True
+        call._passable = self._bare
+
     def for_hosts(self, args: Any) -> Sequence[Any]:
-        leaves, self._leaves = self._leaves, ()
-        describe, self._describe = self._describe, None
+        parcel = args
         per_host: list[list[Any]] = [[] for _ in self.group.links]
-        for i, leaf in enumerate(leaves):
+        for i, leaf in enumerate(parcel.leaves):
             try:
                 packed, wraps, _ = _packed_for(self.group, [leaf], [self._sharding])
             except Exception as error:
-                assert describe is not None
-                error.add_note(f"device_put: the leaf is {describe(i)}")
+                error.add_note(f"device_put: the leaf is {parcel.describe(i)}")
                 raise
             self._wraps += wraps
             for sent, (one, _) in zip(per_host, packed, strict=True):
                 sent += one[0]
         return [
-            Plain(((sent,), {}), [parcel for *_, parts in sent for _, parcel in parts])
+            Plain(((sent,), {}), [part for *_, parts in sent for _, part in parts])
             for sent in per_host
         ]
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        if self._bare:
+            return value, ()
         leaves = [wrap(made) for wrap, made in zip(self._wraps, value, strict=True)]
         return jax.tree_util.tree_unflatten(self._tree, leaves), ()
 
 
-def put_there(
-    leaves: Sequence[Any], tree: Any, device: Any, describe: Callable[[int], str]
-) -> PutThere | None:
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def put_there(parcel: Any, device: Any) -> PutThere | None:
     """The plan of a transfer from this process to the hosts of one sharding, if it is one."""
-    if not is_remote(device) or any(map(is_remote, leaves)):
+    if not is_remote(device) or any(map(is_remote, parcel.leaves)):
         return None
     if isinstance(device, _compat.Device):
         device = jax.sharding.SingleDeviceSharding(device)
     group = group_of(_compat.device_list(device))
     assert group is not None
-    return PutThere(leaves, tree, device, group, describe)
+    return PutThere(parcel, device, group)
+
+
+class FetchThere(RemoteSpecialization):
+    """What the transfer of a result runs that a host may not have yet: nothing here."""
+
+    __slots__ = ()
+
+    def __init__(self, devices: tuple[Any, ...], group: Group) -> None:
+        super().__init__(_fetch_code, None, None, devices, group)
+        self.name = "device_get"
+
+    def mark(self, call: Call) -> None:
+        call._group = self.group
+        call._light = True
+
+    def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        return jax.tree_util.tree_map(_unpack, value.tree, is_leaf=_is_packed), ()
+
+
+def fetch_there(parcel: Any) -> FetchThere | None:
+    """The plan of fetching the result of a call on one host, if it is that."""
+    if len(parcel.leaves) != 1 or not jax.tree_util.treedef_is_leaf(parcel.tree):
+        return None
+    future = parcel.leaves[0]
+    if not future._passable or len(future._group.links) > 1:
+        return None
+    return FetchThere(future._plan.devices, future._group)
 
 
 class GetThere(RemoteSpecialization):
@@ -294,6 +369,10 @@ class GetThere(RemoteSpecialization):
         self.name = "device_get"
         self._tree = tree
         self._wraps = [_source(leaf)[1] for leaf in leaves]
+
+    def mark(self, call: Call) -> None:
+        call._group = self.group
+        call._light = True
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         leaves = [wrap(parcel.arrays()[0]) for wrap, parcel in zip(self._wraps, value, strict=True)]

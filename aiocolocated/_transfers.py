@@ -25,7 +25,7 @@ from aiocolocated._futures import ArrayFuture
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import Owner, current_owner
 from aiocolocated._remote_plans import RemoteSpecialization
-from aiocolocated._remote_transfers import get_there, is_remote, put_there
+from aiocolocated._remote_transfers import fetch_there, get_there, is_remote, put_there
 from aiocolocated._submission import submit, transfers
 from aiocolocated._types import RUNNING
 from aiocolocated._workers import local
@@ -254,7 +254,12 @@ class _Transfer:
         if ArrayFuture in kinds:
             call._convert = True
             call._futures = self.futures((parcel,), {})
+        if hosts_are_open():
+            self.send_at_once(call, parcel)
         return call
+
+    def send_at_once(self, call: ArrayFuture[Any], parcel: _Parcel) -> None:
+        """Note where a transfer goes, if that can be seen already: what depends on it may follow it."""
 
     def is_loaded(self) -> bool:
         return True
@@ -283,12 +288,13 @@ class _Transfer:
         call._gate = transfers
         call._object = _Room(call)
         call._wide = self.may_compute(sources)
-        if hosts_are_open() and (plan := self.there(parcel)) is not None:
-            call._plan = plan
-            if plan.flat is not None:
-                call._args = tuple(sources)
-            call._group = plan.group
-            call._light = True
+        if call._group is None and hosts_are_open():
+            plan = self.there(parcel)
+            if plan is not None:
+                call._plan = plan
+                if plan.flat is not None:
+                    call._args = tuple(sources)
+                plan.mark(call)
         return sources
 
     def there(self, parcel: _Parcel) -> RemoteSpecialization | None:
@@ -358,7 +364,12 @@ class _Put(_Transfer):
         options = parcel.options
         if options["donate"] is not False:
             return None
-        return put_there(parcel.leaves, parcel.tree, options["device"], parcel.describe)
+        return put_there(parcel, options["device"])
+
+    def send_at_once(self, call: ArrayFuture[Any], parcel: _Parcel) -> None:
+        if call._futures is None and (plan := self.there(parcel)) is not None:
+            call._plan = plan
+            plan.mark(call)
 
     def may_compute(self, sources: Sequence[Any]) -> bool:
         return any(len(a.sharding.device_set) > 1 and not is_remote(a) for a in sources)
@@ -409,6 +420,13 @@ class _Get(_Transfer):
         if sum(parcel.sizes) > _PART_BYTES:  # mapping so much takes a moment
             return None
         return get_there(parcel.leaves, parcel.tree)
+
+    def send_at_once(self, call: ArrayFuture[Any], parcel: _Parcel) -> None:
+        if call._futures is not None and (plan := fetch_there(parcel)) is not None:
+            call._plan = plan
+            call._args = (parcel.leaves[0],)
+            call._look = None  # nobody knows how much it will be
+            plan.mark(call)
 
     def begin(self, parcel: _Parcel) -> None:
         """Start every copy, as JAX does for one part."""

@@ -129,7 +129,9 @@ async def test_futures_and_channels(hosts: Hosts) -> None:
     def double(x: jax.Array) -> jax.Array:
         return x * 2
 
-    for _ in range(30):  # whether a call knows at once where its future will be is a matter of chance
+    for _ in range(
+        30
+    ):  # whether a call knows at once where its future will be is a matter of chance
         x = device_put(VALUE, hosts.devices[0])
         y = double(x)
         z = device_put(y, hosts.devices[2])
@@ -209,3 +211,35 @@ async def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await total.specialize(devices=hosts.devices[0])(big, _Hidden(big)) > 0
         (first, _) = hosts.statistics()
         assert first.sent_bytes >= 2 * big.nbytes
+
+
+async def test_a_result_is_fetched_before_it_is_there(hosts: Hosts) -> None:
+    """`device_get` of a future follows its call to the host; trees, keys and plain values come back."""
+
+    @colocated_python
+    def make(n: int) -> Any:
+        return {
+            "a": jnp.full((n, 300), 2.0),
+            "key": jax.random.key(n),
+            "none": None,
+            "text": ["x", n],
+            "split": jax.device_put(jnp.arange(4), NamedSharding(local_mesh(), P("x"))),
+        }
+
+    got = await device_get(make.specialize(devices=hosts.devices[0])(300))
+    assert got["a"].shape == (300, 300)
+    assert not got["a"].flags.writeable
+    assert (got["text"], got["none"]) == (["x", 300], None)
+    assert got["split"].tolist() == [0, 1, 2, 3]
+    assert jax.random.key_data(got["key"]).tolist() == [0, 300]
+
+    @colocated_python
+    def fail() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        await device_get(fail.specialize(devices=hosts.devices[0])())
+
+
+def local_mesh() -> Mesh:
+    return Mesh(np.array(jax.local_devices(), dtype=object), ("x",))

@@ -25,6 +25,7 @@ Token: TypeAlias = tuple[int, int, int, int]
 
 ALIGNMENT = 64  # JAX's CPU devices copy what is aligned to less
 
+_MOST_AT_ONCE = 16 << 20  # bytes that are mapped all together
 _MOST_FREE = 64  # files in a pool: each has a descriptor
 _NO_FILE = (errno.ENOENT, errno.ENXIO)  # nothing there, or a socket by now
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
@@ -376,7 +377,9 @@ def attach(
             return memoryview(bytearray() if private else b"")
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         if keep and found.st_size <= kept.limit:
-            mapping = _Mapping(here, found.st_size, flags | _POPULATE, writable=False)
+            # Large ones page by page, where they are looked at: this thread may have others to serve.
+            flags |= _POPULATE if found.st_size <= _MOST_AT_ONCE else 0
+            mapping = _Mapping(here, found.st_size, flags, writable=False)
             kept.add(token, mapping)
             return np.asarray(_Lease(mapping, nbytes, dropped)).data
         mapping = _Mapping(here, nbytes, flags, writable=private)
