@@ -279,7 +279,7 @@ def _packed_for(
 class PutThere(RemoteSpecialization):
     """What a transfer from this process to hosts runs: nothing here but the packing."""
 
-    __slots__ = ("_sharding", "_bare", "_tree", "_wraps")
+    __slots__ = ("_bare", "_sharding", "_tree", "_wraps")
 
     def __init__(self, parcel: Any, sharding: Any, group: Group) -> None:
         # One array, and no tree around it: what the hosts make is the result, which may be passed on there.
