@@ -8,6 +8,7 @@ that cannot look into this one, travels in the message.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -195,11 +196,11 @@ _probe: _shared.Segment | None = None
 def reaches(token: Sequence[int] | None) -> bool:
     """Whether this process can attach another's :func:`probe`; if not, nothing is shared with it."""
     global sharing
-    try:
-        pid, fd, inode, nbytes = token or ()
-        reached = bytes(_shared.attach((pid, fd, inode, nbytes))) == b"probe"
-    except (OSError, ValueError):
-        reached = False
+    reached = False
+    if token is not None:
+        pid, fd, inode, nbytes = token
+        with contextlib.suppress(OSError, ValueError):
+            reached = bytes(_shared.attach((pid, fd, inode, nbytes))) == b"probe"
     sharing = sharing and reached
     return reached
 
