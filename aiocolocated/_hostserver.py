@@ -182,7 +182,10 @@ class Server:
         try:
             call = self._make_call(code, channel, place, data, words, state)
         except Exception as error:
-            self._fail(number, error)
+            what = f"{self.name} cannot follow a call, which is a bug of aiocolocated: {error!r}"
+            unknown = HostError(what)  # not the error itself, which looks like one of the body's
+            unknown.__cause__ = error
+            self._fail(number, unknown)
             return
         base = self._codes[code]
         if "generator" in base.kind:
