@@ -267,6 +267,7 @@ class RunnableCall(Call):
         order = self._channel._order
         if self._state != RUNNING:
             order.body_ended()
+            self._leave_own_gate()
             self._computed(wakes)
             return False
         order.sent_ahead(self._group)
@@ -314,8 +315,14 @@ class RunnableCall(Call):
         self._left_hosts(order.computed() if dispatched else order.over_there(), wakes)
         self._computed(wakes)
 
+    def _leave_own_gate(self) -> None:
+        gate = self._gate
+        if gate is not None and (admitted := gate.leave(self)):
+            self._channel._hand_out(admitted)
+
     def _left_hosts(self, claimed: bool, wakes: Wakes) -> None:
         channel = self._channel
+        self._leave_own_gate()
         if claimed:
             pool.schedule(channel)
         if channel._order.room:

@@ -69,6 +69,8 @@ class RemoteSpecialization(Specialization):
         call._passable = self.reduce is None
         # What fails on one host only must not keep others waiting for it.
         call._waits_here = self.in_specs is not None or self.group.collective
+        if self.group.collective:
+            call._gate = self.group.hosts.collective_gate
         owner = self._base.object
         if owner is not None:  # its gate and its thread are those of the instance, on the hosts
             call._object = owner

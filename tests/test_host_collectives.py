@@ -137,3 +137,36 @@ async def test_one_lost_host_loses_the_cluster() -> None:
                 await asyncio.sleep(0.01)
         with pytest.raises(HostLostError, match="one cluster with host-1"):
             await reduce_.specialize(devices=hosts.devices[0])(np.ones(2))
+
+
+@colocated_python
+def total_unless(x: jax.Array, bad: int | None) -> float:
+    if jax.process_index() == bad:
+        raise ValueError(f"bad input on host {bad}")
+    return float(total(x))
+
+
+@colocated_python
+def fail_everywhere(x: jax.Array) -> float:
+    raise ValueError("bad input")
+
+
+async def test_a_failure_on_some_hosts_gives_the_cluster_up() -> None:
+    """The others' collective would wait for ever, or meet that of the next call and give wrong numbers."""
+    async with open_hosts("processes", n=2, cpu_devices=2, collectives=True) as hosts:
+        sharding = NamedSharding(hosts.mesh((4,), ("x",)), P("x"))
+        ones = await device_put(np.ones(4, np.float32), sharding)
+        hundreds = await device_put(np.full(4, 100, np.float32), sharding)
+        async with asyncio.timeout(40):
+            assert await total_unless(ones, None) == 4
+            with pytest.raises(ExceptionGroup, match="failed on 2 hosts"):  # at one place of a program
+                await fail_everywhere(ones)
+            assert await total_unless(hundreds, None) == 400
+            calls = [total_unless(ones, 0), *(total_unless(hundreds, None) for _ in range(5))]
+            outcomes = await gather(*calls, return_exceptions=True)
+            assert isinstance(outcomes[0], ValueError)
+            assert {type(o) for o in outcomes[1:]} == {HostLostError}
+            assert "total_unless failed on host-0" in str(outcomes[1])
+            await hosts.restart(0)
+            again = await device_put(np.ones(4, np.float32), sharding)
+            assert await total_unless(again, None) == 4

@@ -99,8 +99,10 @@ class Forwarded:
         except BaseException as caught:
             error = self.call._as_error(caught)
         final = all(m[0] != _wire.DISPATCHED for m in self.answers.values())
-        if error is not None and not final:
-            return
+        if error is not None:
+            self._look_for_break(wakes, error)
+            if not final:
+                return
         if type(error) is ChannelStoppedError:
             error = self._stopped(error)
         with LOCK:
@@ -113,6 +115,29 @@ class Forwarded:
                 computing[self.number] = self.call
                 self.call._dispatched_there(value, wakes)
         del error, value
+
+    def _look_for_break(self, wakes: Wakes, error: BaseException) -> None:
+        """Give a cluster up if a call over several of its hosts has failed on some of them only.
+
+        The programs of the others may wait for it for ever or, which is worse, meet those of a later call.
+        """
+        if not self.group.collective or self.call._gate is not self.group.hosts.collective_gate:
+            return
+        links = self.group.links
+        failed = {link: m[2] for link, m in self.answers.items() if m[0] == _wire.FAILED}
+        # The same exception everywhere is that of one program, at one place of it.
+        if not failed or (
+            len(failed) == len(links) and len({parts[1:3] for parts in failed.values()}) == 1
+        ):
+            return
+        names = ", ".join(link.name for link in links if link in failed)
+        why = (
+            f"{self.plan.name} failed on {names} with {next(iter(failed.values()))[1]}, and not in the same "
+            "way on every host of the call, whose programs would wait for each other"
+        )
+        with LOCK:
+            self.call._fail(wakes, error, None)
+        self.group.hosts.broken(why)
 
     def _fail_early(self) -> None:
         """It has failed on some hosts, and others have not answered for a moment (service thread)."""
@@ -127,6 +152,7 @@ class Forwarded:
             wakes = Wakes()
             with LOCK:
                 self.call._fail(wakes, error, None)
+            self._look_for_break(wakes, error)
             wakes.pay()
 
     def _stopped(self, error: BaseException) -> BaseException:

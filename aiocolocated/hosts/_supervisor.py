@@ -150,6 +150,10 @@ class Supervisor:
         for future in futures:
             future.result()
 
+    def give_up(self, why: str) -> None:
+        """Lose all hosts of a cluster: they cannot go on together (any thread)."""
+        self._request(partial(self._give_up, why))
+
     def end(self, *, at_once: bool = False) -> None:
         """End all hosts and the thread, and wait for that; twice is fine.
 
@@ -500,6 +504,11 @@ class Supervisor:
             if exited:
                 logger.warning("%s, which was to end: %s", host.description, why)
             host.link.lose(_closed(host.name))
+
+    def _give_up(self, why: str) -> None:
+        for host in self.hosts:
+            if host.up:
+                self._gone(host, why)
 
     def _take_last_messages(self, host: Supervised) -> None:
         """Take what it had sent before it ended."""

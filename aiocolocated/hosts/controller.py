@@ -189,6 +189,7 @@ class Hosts:
             if self._closing:
                 raise HostError("the hosts were closed while they were opened")
             supervisor = Supervisor(hosts, self._launcher, config_of, self._interface, self._times)
+            hosts.broken = supervisor.give_up
             _service.watch(+1)
             _service.start()
             self._devices = tuple(devices)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aiocolocated import _serialization, _service
 from aiocolocated._exceptions import HostError, SpecError
 from aiocolocated._loops import Wakes
+from aiocolocated._ordering import Gate
 from aiocolocated._settings import LOCK
 from aiocolocated.hosts import _wire
 from aiocolocated.hosts._groups import Code, CodePeer, Group, GroupPeer
@@ -39,6 +40,10 @@ class HostSet:
         self.links = tuple(
             Link(self, f"{name}-{i}", i, tuple(own)) for i, own in enumerate(devices)
         )
+        # Of the calls over several hosts of a cluster one begins when the bodies before it are over: after
+        # one that has failed on some hosts only, nothing may run that the others could meet.
+        self.collective_gate: Gate[Any] = Gate(1)
+        self.broken: Callable[[str], None] = lambda why: None  # has the cluster given up
         self.numbers = _numbers
         self.classes: set[str] = set()
         self.class_blobs: dict[str, Any] = {}
