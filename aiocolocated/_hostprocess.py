@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -42,6 +43,8 @@ def main(source: str | None = None) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)  # for bodies, and for what they start
         os.close(nothing)
+        # Its controller ends it. Not SIG_IGN, which what bodies start would inherit.
+        signal.signal(signal.SIGINT, lambda number, frame: None)
         _start_watch(partial(_wait_for_end, line))
         sys.path[:] = config["sys_path"]
     for stream in (sys.stdout, sys.stderr):

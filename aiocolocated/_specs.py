@@ -111,13 +111,13 @@ def check_specs(what: str, tree: Any) -> None:
 
 
 def as_devices(devices: Any) -> Devices:
-    """A device, a sequence of devices or a mesh as a tuple of devices."""
+    """A device, a sequence of devices, a mesh, or hosts with their devices as a tuple of devices."""
     if isinstance(devices, _compat.Device):
         return (devices,)
     if isinstance(devices, jax.sharding.Mesh):
         return tuple(devices.devices.flat)
     try:
-        result = tuple(devices)
+        result = tuple(getattr(devices, "devices", devices))
     except TypeError:
         result = ()
     if not result or not all(isinstance(d, _compat.Device) for d in result):

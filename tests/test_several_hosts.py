@@ -365,3 +365,48 @@ async def test_calls_in_flight_are_listed(hosts: Hosts) -> None:
     (info,) = runtime.calls()
     assert (info.function, info.host, info.state) == ("sleep", "host-1", "sent")
     await future
+
+
+# --- misuse -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": 5},
+        {"launcher": "ssh"},
+        {"interface": None},
+        {"environment": "abc"},
+        {"collectives": "yes"},
+    ],
+)
+async def test_options_of_a_wrong_type(options: dict[str, Any]) -> None:
+    """Refused where they are given."""
+    with pytest.raises(TypeError, match=next(iter(options))):
+        open_hosts("processes", **options)
+
+
+async def test_hosts_in_place_of_devices(hosts: Hosts) -> None:
+    """They stand for their devices; what there is not, is refused with what there is."""
+    assert await same.specialize(devices=hosts[1])(3) == 3
+    assert await same.specialize(devices=hosts)("x") == "x"
+    with pytest.raises(IndexError, match="there are 3: host-0, host-1, host-2"):
+        hosts[3]
+    with pytest.raises(ValueError, match="does not fit 6 devices"):
+        hosts.mesh((4,), ("x",))
+
+
+async def test_an_interrupt_does_not_end_a_host(hosts: Hosts) -> None:
+    """Its controller does."""
+
+    @colocated_python
+    def interrupt() -> None:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGINT)
+
+    there = interrupt.specialize(devices=hosts[2])
+    await there()
+    await there()
+    assert await host_index.specialize(devices=hosts[2])() == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -103,7 +104,13 @@ class Hosts:
                 if host.name == which:
                     return host
             raise KeyError(f"no host {which!r}; there are {', '.join(h.name for h in self._hosts)}")
-        return self._hosts[which]
+        try:
+            return self._hosts[which]
+        except (IndexError, TypeError):
+            raise IndexError(
+                f"no host {which!r}; there are {len(self._hosts)}: "
+                f"{', '.join(h.name for h in self._hosts)}"
+            ) from None
 
     def __getitem__(self, which: int | str) -> RemoteHost:
         return self._find(which)
@@ -130,7 +137,10 @@ class Hosts:
         Example:
             >>> mesh = hosts.mesh((2, 4), ("host", "x"))
         """
-        devices = np.array(self.devices, dtype=object).reshape(tuple(shape))
+        devices = np.array(self.devices, dtype=object)
+        if math.prod(shape) != len(devices):
+            raise ValueError(f"a mesh of shape {tuple(shape)} does not fit {len(devices)} devices")
+        devices = devices.reshape(tuple(shape))
         return jax.sharding.Mesh(devices, tuple(axis_names), **options)
 
     def statistics(self) -> tuple[HostStatistics, ...]:
@@ -514,6 +524,17 @@ def open_hosts(
             raise ValueError(f"{what} must be an int of at least 1, got {number!r}")
     if environment is not None and launcher is not None:
         raise ValueError("environment is for the launcher: pass one of them")
+    options: dict[str, tuple[Any, Any]] = {
+        "collectives": (collectives, bool),
+        "name": (name, str),
+        "interface": (interface, str),
+        "environment": (environment, Mapping | None),
+    }
+    for what, (value, expected) in options.items():
+        if not isinstance(value, expected):
+            raise TypeError(f"{what} has a wrong type: {value!r}")
+    if launcher is not None and not callable(getattr(launcher, "start", None)):
+        raise TypeError(f"launcher must have a method 'start', got {launcher!r}")
     if not name or not name.isprintable():
         raise ValueError(f"name must be text that can be printed, got {name!r}")
     _sockets.check_interface(interface)
