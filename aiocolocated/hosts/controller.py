@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, final
 
 import jax
@@ -528,7 +528,7 @@ def open_hosts(
         "collectives": (collectives, bool),
         "name": (name, str),
         "interface": (interface, str),
-        "environment": (environment, Mapping | None),
+        "environment": (environment, (Mapping, NoneType)),
     }
     for what, (value, expected) in options.items():
         if not isinstance(value, expected):
