@@ -159,7 +159,7 @@ async def test_a_failure_on_some_hosts_gives_the_cluster_up() -> None:
         hundreds = await device_put(np.full(4, 100, np.float32), sharding)
         async with asyncio.timeout(40):
             assert await total_unless(ones, None) == 4
-            with pytest.raises(ExceptionGroup, match="failed on 2 hosts"):  # at one place of a program
+            with pytest.raises(ExceptionGroup, match="failed on 2 hosts"):
                 await fail_everywhere(ones)
             assert await total_unless(hundreds, None) == 400
             calls = [total_unless(ones, 0), *(total_unless(hundreds, None) for _ in range(5))]
