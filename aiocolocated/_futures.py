@@ -138,6 +138,8 @@ class ArrayFuture(RunnableCall, Generic[R_co]):
                 yield from waiter.future
             except BaseException as error:
                 self._drop_waiter(waiter, phase, cancelled=cancels)
+                if self._state == FAILED and self._report is not None:
+                    self._report.retrieve()  # it came together with the cancellation, as with asyncio
                 if cancels and isinstance(error, asyncio.CancelledError):
                     yield from self._clean_up().__await__()
                 raise

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -11,6 +12,7 @@ import logging
 import pickle
 import sys
 import threading
+import time
 import traceback
 import weakref
 
@@ -660,6 +662,25 @@ async def test_retrieved_error_is_not_reported(retrieve, reports):
     async with asyncio.timeout(TIMEOUT):
         await retrieve(future)
     del future
+    await fence(reports)
+    assert reports.count(error) == 0
+
+
+@pytest.mark.no_blocking(False)
+@pytest.mark.asyncio
+async def test_error_that_meets_a_cancellation_is_not_reported(reports):
+    """A task waited for it, and a timeout was as quick: asyncio counts such an error as retrieved."""
+    error = Plain()
+    future = fail(numbers(), error)
+    task = asyncio.create_task(outcome(future))
+    while not future._waiters and not future.done():
+        await asyncio.sleep(0)
+    while not future.done():
+        time.sleep(0.001)  # the loop does not hear of it yet
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    del future, task
     await fence(reports)
     assert reports.count(error) == 0
 
