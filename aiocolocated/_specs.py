@@ -144,7 +144,7 @@ def common_devices(
         elif found != devices:
             raise SpecError(
                 f"{what}: all arrays must be on one device list, but {name_path(path)} is on "
-                f"{_names(found)} and {origin} on {_names(devices)}; device_put moves arrays"
+                f"{names(found)} and {origin} on {names(devices)}; device_put moves arrays"
             )
     return devices
 
@@ -153,10 +153,15 @@ def _name(device: _compat.Device) -> str:
     name = str(device)
     # What JAX calls every device of another process.
     if name == "NonAddressable":
-        return f"device {device.id} of process {device.process_index}"
+        return f"device {device.id} of {name_of_host(device) or f'process {device.process_index}'}"
     return name
 
 
-def _names(devices: Sequence[_compat.Device]) -> str:
+def name_of_host(device: _compat.Device) -> str | None:
+    """The name of a device's host, if it is known; replaced where hosts are."""
+    return None
+
+
+def names(devices: Sequence[_compat.Device]) -> str:
     shown = ", ".join(map(_name, devices[:8]))
     return f"[{shown}{', ...' if len(devices) > 8 else ''}]"

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from aiocolocated import _serialization, _service
+from aiocolocated import _serialization, _service, _specs
 from aiocolocated._exceptions import HostError, SpecError
 from aiocolocated._loops import Wakes
 from aiocolocated._ordering import Gate
@@ -257,6 +257,14 @@ def link_of(device: Any) -> Link | None:
     return _by_device.get(device)
 
 
+def _name_of_host(device: Any) -> str | None:
+    link = _by_device.get(device)
+    return None if link is None else link.name
+
+
+_specs.name_of_host = _name_of_host
+
+
 def group_of(devices: Devices | None) -> Group | None:
     """The hosts of devices; ``None`` for devices of this process.
 
@@ -272,7 +280,7 @@ def group_of(devices: Devices | None) -> Group | None:
             return None
         known = [link for link in links if link is not None]
         if len(known) < len(links) or len({id(link.hosts) for link in known}) > 1:
-            raise SpecError(f"devices of several sets of hosts in one call: {devices}")
+            raise SpecError(f"devices of several sets of hosts in one call: {_specs.names(devices)}")
         unique = sorted(set(known), key=lambda link: link.process_index)
         found = known[0].hosts.group(tuple(unique))
         with LOCK:
