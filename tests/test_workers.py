@@ -400,8 +400,11 @@ async def test_busy_channel_lets_others_in():
     configure(worker_limit=1)
     await end_workers()
     busy, other = TaskChannel(), TaskChannel()
-    calls = [busy.submit_nowait(same, X) for _ in range(5_000)]
+    started, gate = Gate(), Gate()
+    busy.submit_nowait(hold, X, started, gate)  # until all are submitted
+    calls = [busy.submit_nowait(same, X) for _ in range(10_000)]
     single = other.submit_nowait(same, X)
+    gate.open()
     await single
     assert not calls[-1].done()
     await gather(*calls)
