@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import sys
@@ -211,7 +212,9 @@ async def test_object_that_was_never_used_closes_at_no_cost(recorder):
         obj.use(jnp.ones(1))
     async with ColocatedClosing(recorder):
         pass
-    assert runtime.statistics() == before
+    after = runtime.statistics()
+    assert after.workers <= before.workers  # an idle one may have ended meanwhile
+    assert dataclasses.replace(after, workers=before.workers, idle=before.idle) == before
     assert recorder.events == []
 
 
