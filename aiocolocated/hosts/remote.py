@@ -280,7 +280,9 @@ def group_of(devices: Devices | None) -> Group | None:
             return None
         known = [link for link in links if link is not None]
         if len(known) < len(links) or len({id(link.hosts) for link in known}) > 1:
-            raise SpecError(f"devices of several sets of hosts in one call: {_specs.names(devices)}")
+            raise SpecError(
+                f"devices of several sets of hosts in one call: {_specs.names(devices)}"
+            )
         unique = sorted(set(known), key=lambda link: link.process_index)
         found = known[0].hosts.group(tuple(unique))
         with LOCK:
