@@ -26,6 +26,9 @@ class Pickles(Protocol):
         """Pickle what a body returned."""
         ...
 
+    def release(self, key: int, reuse: bool) -> None:
+        """Say that a parcel is not needed any more."""
+
 
 class HostCode(FunctionCode):
     """A function from the controller, unpickled when it is first called."""
@@ -55,7 +58,7 @@ def _not_loaded() -> None:
 class HostedObject(HostObject):
     """An object of the controller's: its class and arguments are unpickled when it is made."""
 
-    __slots__ = ("_asynchronous", "_class", "_unpickle")
+    __slots__ = ("_asynchronous", "_discard", "_unpickle")
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class HostedObject(HostObject):
         cls: HostCode,
         options: tuple[int, bool, bool],
         unpickle: Callable[[], Any],
+        discard: Callable[[], None],
     ) -> None:
         max_concurrency, dedicated_thread, self._asynchronous = options
         super().__init__(
@@ -76,6 +80,7 @@ class HostedObject(HostObject):
             name=name,
         )
         self._unpickle: Callable[[], Any] | None = unpickle
+        self._discard = discard  # releases what is not unpickled
 
     @property
     def closes_asynchronously(self) -> bool:
@@ -94,6 +99,8 @@ class HostedObject(HostObject):
         return super().construct()
 
     def forget(self) -> None:
+        if self._unpickle is not None:
+            self._discard()
         self._unpickle = None
         super().forget()
 
@@ -162,14 +169,20 @@ _AS_IS = frozenset({_compat.ArrayImpl, type(None), bool, int, float, complex, st
 class HostPlan:
     """What one call from the controller runs (a ``Plan``), when its arguments are still pickled."""
 
-    __slots__ = ("_data", "_server", "_things", "devices", "host", "name", "plan")
+    __slots__ = ("_data", "_server", "_things", "devices", "host", "keys", "name", "plan")
     ships = False
     dispatches = False
 
     def __init__(
-        self, server: Pickles, plan: HostSpecialization, data: bytes, things: list[Any]
+        self,
+        server: Pickles,
+        plan: HostSpecialization,
+        data: bytes,
+        things: list[Any],
+        keys: tuple[int, ...],
     ) -> None:
         self._server = server
+        self.keys = keys  # of parcels that are not unpacked yet
         self._data: bytes | None = data
         self._things = things
         self.plan = plan
@@ -200,8 +213,15 @@ class HostPlan:
                 f"call of {self.name}: the arguments cannot be unpickled on this host: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        self.keys = ()
         self.plan._base.load()
         return self.plan.bind(args, kwargs, {})
+
+    def release(self) -> None:
+        """Nobody will unpack them: the call is over. What was unpacked in part may still be looked at."""
+        keys, self.keys = self.keys, ()
+        for key in keys:
+            self._server.release(key, reuse=False)
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         return self.plan.finish(value)

@@ -12,6 +12,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -48,9 +49,10 @@ _LONGEST_DEFERRED = 0.001  # seconds
 class Answer:
     """Tells the controller how far a call is, and then what came of it."""
 
-    __slots__ = ("_call", "_number", "_server", "_told", "late")
+    __slots__ = ("_call", "_number", "_plan", "_server", "_told", "late")
 
     def __init__(self, server: Server, number: int, call: Call) -> None:
+        self._plan = call._plan  # that of a stream's first step is another one later
         self._server = server
         self._number = number
         self._call: Call | None = call
@@ -68,6 +70,8 @@ class Answer:
         """Nothing of the call runs any more (under the lock)."""
         call, self._call = self._call, None
         assert call is not None
+        if self._has_parcels():
+            wakes.callback(self.release)
         if call._state == FAILED:
             if call._report is not None:
                 call._report.retrieve()
@@ -78,6 +82,15 @@ class Answer:
             self._server.answer(_wire.DONE, self._number, _Same, wakes)
         else:
             self._server.answer(_wire.DONE, self._number, call._value, wakes)
+
+    def _has_parcels(self) -> bool:
+        return type(self._plan) is HostPlan and bool(self._plan.keys)
+
+    def release(self) -> None:
+        """The call is over: what has not been unpacked never will be (without the lock)."""
+        plan: Any = self._plan
+        if self._has_parcels():
+            plan.release()
 
 
 def _number_of(answer: tuple[int, int, Any]) -> int:
@@ -151,11 +164,24 @@ class Server:
         self._codes[number] = HostCode(kind, name, lambda: self.load(data, things))
 
     def _object(
-        self, number: int, cls: int, name: str, options: Any, data: bytes, words: Any
+        self,
+        number: int,
+        cls: int,
+        name: str,
+        options: Any,
+        data: bytes,
+        words: Any,
+        keys: tuple[int, ...],
     ) -> None:
         things = self._things(words)
         code: Any = self._codes[cls]
-        self._objects[number] = HostedObject(name, code, options, lambda: self.load(data, things))
+        self._objects[number] = HostedObject(
+            name, code, options, lambda: self.load(data, things), partial(self._release_all, keys)
+        )
+
+    def _release_all(self, keys: tuple[int, ...]) -> None:
+        for key in keys:
+            self.release(key, reuse=False)
 
     def _method(self, number: int, of: int, kind: str, name: str, data: bytes) -> None:
         owner = self._objects[of]
@@ -178,15 +204,18 @@ class Server:
         data: bytes | None,
         words: Any,
         state: bytes | None,
+        keys: tuple[int, ...],
     ) -> None:
         try:
-            call = self._make_call(code, channel, place, data, words, state)
+            call = self._make_call(code, channel, place, data, words, state, keys)
         except Exception as error:
+            self._release_all(keys)
             what = f"{self.name} cannot follow a call, which is a bug of aiocolocated: {error!r}"
             unknown = HostError(what)  # not the error itself, which looks like one of the body's
             unknown.__cause__ = error
             self._fail(number, unknown)
             return
+        answer = Answer(self, number, call)
         base = self._codes[code]
         if "generator" in base.kind:
             where: Any = call._channel
@@ -194,14 +223,17 @@ class Server:
             source.open(call)
             if base.object is not None:
                 base.object.streams.add(source)
-            self._submit(number, call, source.submit)
+            self._submit(number, call, answer, source.submit)
         else:
-            self._submit(number, call, submit)
+            self._submit(number, call, answer, submit)
 
     def _submit(
-        self, number: int, call: ArrayFuture[Any], submit: Callable[[ArrayFuture[Any]], object]
+        self,
+        number: int,
+        call: ArrayFuture[Any],
+        answer: Answer,
+        submit: Callable[[ArrayFuture[Any]], object],
     ) -> None:
-        answer = Answer(self, number, call)
         call._dispatch_waiters = [answer]
         call._may_wait = self.defer
         call._waiter_count = 1
@@ -210,6 +242,7 @@ class Server:
         try:
             submit(call)
         except Exception as error:
+            answer.release()
             self._fail(number, error)
 
     def _step(self, number: int, of: int, closing: bool, dropped: bool) -> None:
@@ -224,7 +257,8 @@ class Server:
                 self.answer(_wire.DONE, number, END, wakes)
             wakes.pay()
         else:
-            self._submit(number, source.step(None, HERE, 0), source.submit)
+            step = source.step(None, HERE, 0)
+            self._submit(number, step, Answer(self, number, step), source.submit)
 
     def _answer_when_over(self, number: int, call: ArrayFuture[Any] | None) -> None:
         wakes = Wakes()
@@ -247,6 +281,7 @@ class Server:
         data: bytes | None,
         words: Any,
         state: bytes | None,
+        keys: tuple[int, ...],
     ) -> ArrayFuture[Any]:
         things = self._things(words)
         plans = self._plans.get(code)
@@ -261,7 +296,7 @@ class Server:
         if data is None:
             args = tuple(things)
         else:
-            plan = HostPlan(self, plan, data, things)
+            plan = HostPlan(self, plan, data, things, keys)
         where = self._channels.get(channel)
         if self._collective is not None and len({d.process_index for d in plan.devices}) > 1:
             where = self._collective
@@ -313,7 +348,7 @@ class Server:
         _parcels.released(key, self, reuse)
 
     def release(self, key: int, reuse: bool) -> None:
-        """Tell the controller that a parcel of its is not needed any more (service thread)."""
+        """Tell the controller that a parcel of its is not needed any more (any thread)."""
         with self._send_lock:
             self._transmit(pickle.dumps([(_wire.RELEASED, key, reuse)], 5))
 
@@ -392,10 +427,10 @@ class Server:
         if kind == _wire.FAILED:
             return (kind, number, _wire.dump_error(value, self._peer))
         if value is _Same:
-            return (kind, number, (), None)
+            return (kind, number, (), None, ())
         if type(value) is _compat.ArrayImpl:
             self._arrays[number, 0] = value
-            return (kind, number, (self._spec(value),), None)
+            return (kind, number, (self._spec(value),), None, ())
         result = value if type(value) is Result else self.pickle_result(value, "a result")
         for leaf, array in enumerate(result.arrays):
             self._arrays[number, leaf] = array
@@ -403,7 +438,7 @@ class Server:
         with LOCK:
             for parcel in result.pickled.parcels:
                 parcel.claim((self,))
-        return (kind, number, specs, result.pickled.data)
+        return (kind, number, specs, result.pickled.data, result.pickled.keys)
 
     def pickle_result(self, value: Any, where: str) -> Result:
         """Pickle what a body returned (worker thread).

@@ -58,6 +58,7 @@ class ObjectCode(Code):
             self._options,
             pickled.data,
             pickled.words,
+            pickled.keys,
         )
         for link in new:
             self._messages[link] = (link.generation, message, pickled.parcels, new)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +24,7 @@ from aiocolocated import (
     device_get,
     device_put,
     gather,
+    on_each_host,
     open_hosts,
 )
 from aiocolocated.hosts import _parcels
@@ -243,3 +247,77 @@ async def test_a_result_is_fetched_before_it_is_there(hosts: Hosts) -> None:
 
 def local_mesh() -> Mesh:
     return Mesh(np.array(jax.local_devices(), dtype=object), ("x",))
+
+
+# --- what nobody looks at --------------------------------------------------------------------------------
+
+
+async def everything_released(hosts: Hosts) -> None:
+    """Wait until no process keeps memory for what another looks at."""
+
+    @colocated_python
+    def kept() -> int:
+        import gc
+
+        from aiocolocated.hosts import _parcels
+
+        gc.collect()  # JAX lets go of some NumPy arrays only then
+        return len(_parcels._sent)
+
+    async with asyncio.timeout(10):
+        while _parcels._sent or any(await gather(*on_each_host(kept, hosts))):
+            gc.collect()
+            await asyncio.sleep(0.01)
+
+
+async def test_arguments_of_calls_that_never_run_are_released(hosts: Hosts) -> None:
+    """Calls that are cancelled on their host, or fail with what they depend on, unpack nothing."""
+
+    @colocated_python
+    def fail() -> None:
+        raise KeyError("first")
+
+    @colocated_python
+    def take(x: Any, *others: Any) -> None:
+        """Nothing to do."""
+
+    big, here = np.ones(1 << 18, np.float32), hosts.devices[0]
+    nap, take_there = (f.specialize(devices=here) for f in (colocated_python(time.sleep), take))
+    first = nap(0.3)
+    queued = take_there(big)
+    while not queued._sent:
+        await asyncio.sleep(0)
+    queued.cancel()
+    await first
+    with pytest.raises(KeyError):
+        await take_there(big, fail.specialize(devices=here)())
+    await everything_released(hosts)
+
+
+async def test_results_that_nobody_can_have_are_released(hosts: Hosts) -> None:
+    """Of a call over two hosts one gives a large value, and the other fails."""
+
+    @colocated_python
+    def make_or_fail() -> Any:
+        if jax.process_index() == 1:
+            raise KeyError("second")
+        return _Hidden(np.ones(1 << 18, np.float32))
+
+    with pytest.raises(KeyError):
+        await make_or_fail.specialize(devices=hosts.devices)()
+    await everything_released(hosts)
+
+
+async def test_a_gibibyte_that_nobody_fetches_stays(hosts: Hosts) -> None:
+    """Only its shape crosses the wire."""
+
+    @colocated_python
+    def make() -> jax.Array:
+        return jnp.zeros(1 << 28, jnp.float32)
+
+    before = hosts[0].statistics().received_bytes
+    x = await make.specialize(devices=hosts.devices[0])()
+    assert x.nbytes == 1 << 30
+    del x
+    await everything_released(hosts)
+    assert hosts[0].statistics().received_bytes - before < 100_000

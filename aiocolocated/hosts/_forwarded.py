@@ -74,15 +74,18 @@ class Forwarded:
     def answer(self, link: Link, message: Any, wakes: Wakes) -> None:
         """A host has answered, or is lost (the thread that receives)."""
         if message[0] is None and self.plan.dropped:  # what was to be closed is gone, as was wanted
-            message = (_wire.DONE, self.number, (), _NONE)
+            message = (_wire.DONE, self.number, (), _NONE, ())
         kind = message[0]
         if kind is None and len(self.group.links) > 1:
             with LOCK:  # at once, whatever the others do
                 self.call._fail(wakes, self._lost(message[2]), None)
                 self.cancel(wakes)
         before = self.answers.get(link)
-        if kind == _wire.DONE and before is not None:  # the value has come with DISPATCHED
-            message = (kind, message[1], *before[2:])
+        if before is not None:
+            if kind == _wire.DONE:  # the value has come with DISPATCHED
+                message = (kind, message[1], *before[2:])
+            elif not self.dispatched:
+                self._release_result(link)
         self.answers[link] = message
         if kind == _wire.CANCELLED and message[3] is not None and self.late is None:
             late = self.group.hosts.load_error(message[3], link.name)
@@ -98,6 +101,7 @@ class Forwarded:
             value = self._outcome()
         except BaseException as caught:
             error = self.call._as_error(caught)
+            self._release_results()
         final = all(m[0] != _wire.DISPATCHED for m in self.answers.values())
         if error is not None:
             self._look_for_break(wakes, error)
@@ -115,6 +119,16 @@ class Forwarded:
                 computing[self.number] = self.call
                 self.call._dispatched_there(value, wakes)
         del error, value
+
+    def _release_results(self) -> None:
+        """Nobody will have what some hosts gave. What was unpacked in part may still be looked at."""
+        for link, message in self.answers.items():
+            if message[0] in (_wire.DISPATCHED, _wire.DONE):
+                self._release_result(link)
+
+    def _release_result(self, link: Link) -> None:
+        for key in self.answers[link][4]:
+            link.release(key, reuse=False)
 
     def _look_for_break(self, wakes: Wakes, error: BaseException) -> None:
         """Give a cluster up if a call over several of its hosts has failed on some of them only.
@@ -216,7 +230,7 @@ class Forwarded:
     def _value_of(self, link: Link, references: dict[int, Reference]) -> Any:
         """What a host gave, with handles for its arrays."""
         hosts = self.group.hosts
-        _, _, specs, data = self.answers[link]
+        _, _, specs, data, _ = self.answers[link]
         handles: list[Any] = []
         for leaf, spec in enumerate(specs):
             if leaf not in references:
@@ -238,8 +252,8 @@ class Forwarded:
     def _agrees(self, link: Link, value: Any) -> bool:
         """Whether a host gave the same as the first one, whose value this is."""
         first = self.group.links[0]
-        _, _, specs, data = self.answers[first]
-        _, _, other_specs, other_data = self.answers[link]
+        _, _, specs, data, _ = self.answers[first]
+        _, _, other_specs, other_data, _ = self.answers[link]
         if [first.specs[i] for i in specs] != [link.specs[i] for i in other_specs]:
             return False
         if data == other_data:

@@ -54,6 +54,7 @@ class Group:
         data = None
         words: tuple[Any, ...] = ()
         parcels: Sequence[Any] = ()
+        keys: tuple[int, ...] = ()  # of these
         if plan.per_host:
             own = [
                 value.pickled()
@@ -67,6 +68,7 @@ class Group:
             packed = _parcels.pack_leaves((args, kwargs))
             pickled = self.pickle(packed, f"call of {plan.name}")
             data, words, parcels = pickled.data, pickled.words, pickled.parcels
+            keys = pickled.keys
             held = pickled.held
             words = tuple(w.reference.word(self)[0] if type(w) is Late else w for w in words)
         state: bytes | None = None
@@ -96,6 +98,7 @@ class Group:
                 data,
                 words,
                 state,
+                keys,
             )
             for parcel in parcels:
                 parcel.claim(self.links)
@@ -105,7 +108,7 @@ class Group:
                     lane.tell(link, wakes)
                 link.calls[number] = forwarded
                 if own is not None:
-                    message = (*message[:5], own[i].data, own[i].words, state)
+                    message = (*message[:5], own[i].data, own[i].words, state, own[i].keys)
                     for parcel in own[i].parcels:
                         parcel.claim((link,))
                 link.post(message, wakes)

@@ -40,16 +40,16 @@ class Parcel:
     __slots__ = (
         "__weakref__",
         "_arrays",
-        "_key",
         "_layout",
         "_owned",
         "_reuse",
         "_segment",
         "_token",
+        "key",
     )
 
     def __init__(self, arrays: Sequence[Any], *, shared: bool = True) -> None:
-        self._key = 0
+        self.key = 0  # what the sender knows it by, if it is in shared memory
         self._token: _shared.Token | None = None
         self._owned = False  # by the receiver: another process waits to hear of its end
         self._reuse = True
@@ -64,7 +64,7 @@ class Parcel:
         ):
             self._segment = _shared.share(arrays)
             self._token = self._segment.token
-            self._key = next(_keys)
+            self.key = next(_keys)
             offsets = self._segment.offsets
             self._layout: Any = [
                 (a.shape, a.dtype, offset) for a, offset in zip(arrays, offsets, strict=True)
@@ -82,12 +82,17 @@ class Parcel:
         if self._owned:
             self._reuse = False
             return _passed_on, (self._token, self._layout)
-        return _arrived, (self._key, self._token, self._layout)
+        return _arrived, (self.key, self._token, self._layout)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its memory is this process's, which receivers tell when they do not need it."""
+        return self._segment is not None
 
     def claim(self, receivers: Sequence[Any]) -> None:
         """It is sent; keep it until each receiver has released it (under the lock)."""
         if self._segment is not None:
-            _sent[self._key] = (self._segment, set(receivers))
+            _sent[self.key] = (self._segment, set(receivers))
 
     # -- the receiver -------------------------------------------------------------------------------------
 
@@ -101,7 +106,7 @@ class Parcel:
             if self._token is None:
                 self._arrays = list(self._layout)
             else:
-                dropped = functools.partial(_dropped, self._token[0], self._key, self._reuse)
+                dropped = functools.partial(_dropped, self._token[0], self.key, self._reuse)
                 if not self._owned:
                     dropped = functools.partial(_dropped, 0, 0, False)
                 keep = self._owned and self._reuse and not private
@@ -117,13 +122,13 @@ class Parcel:
 
     def __del__(self) -> None:
         if self._owned and self._token is not None:
-            pid, key, reuse = self._token[0], self._key, self._reuse
+            pid, key, reuse = self._token[0], self.key, self._reuse
             _service.inbox.put(functools.partial(_release, pid, key, reuse))
 
 
 def _arrived(key: int, token: _shared.Token | None, layout: Any) -> Parcel:
     parcel = _passed_on(token, layout)
-    parcel._key = key
+    parcel.key = key
     parcel._owned = token is not None
     return parcel
 

@@ -120,6 +120,11 @@ class Pickled:
         self.parcels = parcels  # to be claimed when it is sent
         self.held = held  # what must live until it has been sent
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """What the receiver has to release, also if it never unpickles this."""
+        return tuple(parcel.key for parcel in self.parcels if parcel.is_own)
+
 
 class _Pickler(_serialization._Pickler):
     def __init__(self, file: io.BytesIO, peer: Peer, copied: type | None = None) -> None:
