@@ -265,7 +265,7 @@ async def everything_released(hosts: Hosts) -> None:
         return len(_parcels._sent)
 
     async with asyncio.timeout(10):
-        while _parcels._sent or any(await gather(*on_each_host(kept, hosts))):
+        while any(await gather(*on_each_host(kept, hosts))) or _parcels._sent:
             gc.collect()
             await asyncio.sleep(0.01)
 
