@@ -170,3 +170,18 @@ async def test_a_failure_on_some_hosts_gives_the_cluster_up() -> None:
             await hosts.restart(0)
             again = await device_put(np.ones(4, np.float32), sharding)
             assert await total_unless(again, None) == 4
+
+
+async def test_a_failure_behind_a_timeout_gives_the_cluster_up() -> None:
+    """Whoever waited for the call has gone, but the other host's collective still waits for it."""
+    async with open_hosts("processes", n=2, cpu_devices=2, collectives=True) as hosts:
+        sharding = NamedSharding(hosts.mesh((4,), ("x",)), P("x"))
+        ones = await device_put(np.ones(4, np.float32), sharding)
+        async with asyncio.timeout(40):
+            assert await total_unless(ones, None) == 4
+            failing = total_unless(ones, 0)
+            while not failing._sent:
+                await asyncio.sleep(0)
+            failing.cancel()
+            with pytest.raises(HostLostError, match="total_unless failed on host-0"):
+                await total_unless(ones, None)

@@ -25,7 +25,6 @@ from aiocolocated._loops import Wakes
 from aiocolocated._owners import FailureReport
 from aiocolocated._settings import LOCK
 from aiocolocated._submission import stopped_error
-from aiocolocated._types import READY
 from aiocolocated.hosts import _wire
 from aiocolocated.hosts._references import FUTURE, Reference, reference_of
 
@@ -155,9 +154,9 @@ class Forwarded:
 
     def _fail_early(self) -> None:
         """It has failed on some hosts, and others have not answered for a moment (service thread)."""
-        if self.call._state >= READY:
-            return
         silent = [link.name for link in self.group.links if link not in self.answers]
+        if not silent:
+            return
         try:
             self._outcome()
         except BaseException as caught:
