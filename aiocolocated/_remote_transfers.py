@@ -21,6 +21,21 @@ from aiocolocated._lifetimes import HERE
 from aiocolocated._remote_plans import RemoteSpecialization
 from aiocolocated._specializations import FunctionCode
 from aiocolocated._submission import submit
+from aiocolocated._transfer_bodies import (
+    Index,
+    Wanted,
+    assemble,
+    fetch,
+    index_of,
+    is_key,
+    is_packed,
+    overlap,
+    pack,
+    pack_whole,
+    place,
+    place_one,
+    unpack,
+)
 from aiocolocated._workers import local
 from aiocolocated.hosts import _parcels
 from aiocolocated.hosts._parcels import Parcel
@@ -32,148 +47,11 @@ if TYPE_CHECKING:
     from aiocolocated._calls import Call
     from aiocolocated.hosts._groups import Group
 
-Index = tuple[tuple[int, int], ...]  # start and stop for each axis
-
-
-# --- on the hosts ---------------------------------------------------------------------------------------
-
-
-class _Parts:
-    """Parts of arrays, for the controller or for another host; no tree, so that they are not placed."""
-
-    def __init__(self, parts: list[tuple[Index, Parcel]]) -> None:
-        self.parts = parts
-
-
-def _place(
-    leaves: Sequence[tuple[tuple[int, ...], Any, Any, Sequence[tuple[Index, Parcel]]]],
-) -> list[Any]:
-    """Make arrays of which this host has some shards (body)."""
-    return [_make(*leaf) for leaf in leaves]
-
-
-def _make(
-    shape: tuple[int, ...], dtype: Any, sharding: Any, parts: Sequence[tuple[Index, Parcel]]
-) -> Any:
-    known = {index: parcel.arrays()[0] for index, parcel in parts}
-    shards: list[Any] = []
-    for device, slices in sharding.addressable_devices_indices_map(shape).items():
-        index = _index(slices, shape)
-        part = known.get(index)
-        if part is None:
-            part = known[index] = _assemble(index, dtype, known)
-        shards.append(jax.device_put(part, device))
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _pack(arrays: Sequence[Any], wanted: Sequence[Sequence[int]], shared: bool) -> list[_Parts]:
-    """Pack the shards on some devices of this host (body)."""
-    packed: list[_Parts] = []
-    for array, devices in zip(arrays, wanted, strict=True):
-        shards = {shard.device.id: shard for shard in array.addressable_shards}
-        parts = [shards[i] for i in devices]
-        packed.append(
-            _Parts(
-                [
-                    (_index(s.index, array.shape), Parcel([np.asarray(s.data)], shared=shared))
-                    for s in parts
-                ]
-            )
-        )
-    return packed
-
-
-def _place_one(leaves: Sequence[Any]) -> Any:
-    """Make an array of which this host has some shards (body)."""
-    return _make(*leaves[0])
-
-
-class _Fetched:
-    """A result on its way to the controller; no tree, so that nothing of it is placed."""
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
-
-
-class _Wanted:
-    """A result to be packed; no tree either: its arrays may be on any devices of their host."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-
-def _fetch(wanted: _Wanted) -> _Fetched:
-    """Pack the arrays in a result (body)."""
-    return _Fetched(jax.tree_util.tree_map(_packed, wanted.result))
-
-
-def _packed(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    if _is_key(leaf):
-        data = np.asarray(_compat.key_data(leaf))
-        return _PackedArray(Parcel([data]), _compat.key_impl(leaf.dtype))
-    return _PackedArray(Parcel([np.asarray(leaf)]), None)
-
-
-class _PackedArray:
-    def __init__(self, parcel: Parcel, impl: str | None) -> None:
-        self.parcel = parcel
-        self.impl = impl  # of typed keys
-
-
-def _is_packed(leaf: Any) -> bool:
-    return isinstance(leaf, _PackedArray)
-
-
-def _unpack(leaf: Any) -> Any:
-    if not isinstance(leaf, _PackedArray):
-        return leaf
-    data = leaf.parcel.arrays()[0]
-    return data if leaf.impl is None else jax.random.wrap_key_data(data, impl=leaf.impl)
-
-
-def _pack_whole(*arrays: Any) -> Plain:
-    """Pack arrays of which this host has all (body)."""
-    parcels = [Parcel([np.asarray(array.addressable_shards[0].data)]) for array in arrays]
-    return Plain(parcels, parcels)
-
-
-_pack_whole_code = FunctionCode(_pack_whole, inprocess_host())
-_fetch_code = FunctionCode(_fetch, inprocess_host())
-_place_one_code = FunctionCode(_place_one, inprocess_host())
-_place_code = FunctionCode(_place, inprocess_host())
-_pack_code = FunctionCode(_pack, inprocess_host())
-
-
-# --- indices ---------------------------------------------------------------------------------------------
-
-
-def _index(slices: Sequence[slice], shape: Sequence[int]) -> Index:
-    return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
-
-
-def _assemble(index: Index, dtype: Any, known: dict[Index, Any]) -> Any:
-    """A part of an array, from other parts of it that cover it."""
-    for other, array in known.items():
-        if all(a <= c and d <= b for (a, b), (c, d) in zip(other, index, strict=True)):
-            inside = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(other, index, strict=True))
-            return array[inside]
-    made = np.empty([stop - start for start, stop in index], dtype)
-    for other, array in known.items():
-        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(other, index, strict=True)]
-        if all(start < stop for start, stop in common):
-            there = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(common, other, strict=True))
-            here = tuple(slice(s - c, e - c) for (s, e), (c, _) in zip(common, index, strict=True))
-            made[here] = array[there]
-    return made
-
-
-def _overlap(one: Index, other: Index) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-# --- on the controller -----------------------------------------------------------------------------------
+_pack_whole_code = FunctionCode(pack_whole, inprocess_host())
+_fetch_code = FunctionCode(fetch, inprocess_host())
+_place_one_code = FunctionCode(place_one, inprocess_host())
+_place_code = FunctionCode(place, inprocess_host())
+_pack_code = FunctionCode(pack, inprocess_host())
 
 
 def is_remote(x: Any) -> bool:
@@ -210,7 +88,7 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         jax.sharding.SingleDeviceSharding(s) if isinstance(s, _compat.Device) else s
         for s in shardings
     ]
-    local: dict[int, Any] = {}
+    here: dict[int, Any] = {}
     remote: dict[Group, list[int]] = {}
     for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if is_remote(leaf) and leaf.sharding == sharding:
@@ -220,10 +98,10 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
             assert group is not None
             remote.setdefault(group, []).append(i)
         else:
-            local[i] = leaf
-    if local:
-        fetched = get(list(local.values()))
-        for i, value in zip(local, fetched, strict=True):
+            here[i] = leaf
+    if here:
+        fetched = get(list(here.values()))
+        for i, value in zip(here, fetched, strict=True):
             results[i] = jax.device_put(value, shardings[i])
     calls = [
         (numbers, _put_group(group, [leaves[i] for i in numbers], [shardings[i] for i in numbers]))
@@ -248,32 +126,32 @@ def _packed_for(
 ) -> tuple[list[Any], list[Callable[[Any], Any]], tuple[Any, ...]]:
     """Arrays packed for hosts: what each gets, what makes results of what they give, all devices."""
     per_host: list[list[Any]] = [[] for _ in group.links]
-    wraps: list[Callable[[Any], Any]] = []
     devices: dict[Any, None] = {}
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-        source, wrap = _source(leaf)
-        wraps.append(wrap)
+    sources = [_source(leaf) for leaf in leaves]
+    elsewhere = [source for source, _ in sources if isinstance(source, jax.Array)]
+    packed = iter(get_parts(elsewhere))  # of arrays that are on hosts already
+    for leaf, sharding, (source, _) in zip(leaves, shardings, sources, strict=True):
+        parts = next(packed) if isinstance(source, jax.Array) else None
         shape, dtype = source.shape, source.dtype
         if source is not leaf and isinstance(leaf, jax.Array):
-            sharding = _compat_sharding(leaf, sharding)
+            sharding = _data_sharding(leaf, sharding)
         sharding.shard_shape(shape)  # raises if it does not fit
         devices.update(dict.fromkeys(_compat.device_list(sharding)))
         indices = {
-            device: _index(slices, shape)
+            device: index_of(slices, shape)
             for device, slices in sharding.devices_indices_map(shape).items()
         }
-        parts = _parts_of(source) if isinstance(source, jax.Array) else None
         for link, sent in zip(group.links, per_host, strict=True):
             wanted = dict.fromkeys(i for d, i in indices.items() if d in link.devices)
             if parts is not None:
-                chosen = [(i, p) for i, p in parts if any(_overlap(i, w) for w in wanted)]
+                chosen = [(i, p) for i, p in parts if any(overlap(i, w) for w in wanted)]
                 if not chosen:  # of size zero
                     chosen = parts[:1]
             else:
                 chosen = [(w, Parcel([source[tuple(slice(*s) for s in w)]])) for w in wanted]
             sent.append((shape, dtype, Fixed(sharding), chosen))
     args: list[Any] = [((leaves_of_host,), {}) for leaves_of_host in per_host]
-    return args, wraps, tuple(devices)
+    return args, [wrap for _, wrap in sources], tuple(devices)
 
 
 class PutThere(RemoteSpecialization):
@@ -283,7 +161,7 @@ class PutThere(RemoteSpecialization):
 
     def __init__(self, parcel: Any, sharding: Any, group: Group) -> None:
         # One array, and no tree around it: what the hosts make is the result, which may be passed on there.
-        single = jax.tree_util.treedef_is_leaf(parcel.tree) and not _is_key(parcel.leaves[0])
+        single = jax.tree_util.treedef_is_leaf(parcel.tree) and not is_key(parcel.leaves[0])
         code = _place_one_code if single else _place_code
         super().__init__(code, None, None, _compat.device_list(sharding), group)
         self.name = "device_put"
@@ -322,10 +200,6 @@ class PutThere(RemoteSpecialization):
         return jax.tree_util.tree_unflatten(self._tree, leaves), ()
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def put_there(parcel: Any, device: Any) -> PutThere | None:
     """The plan of a transfer from this process to the hosts of one sharding, if it is one."""
     if not is_remote(device) or any(map(is_remote, parcel.leaves)):
@@ -351,10 +225,10 @@ class FetchThere(RemoteSpecialization):
         call._light = True
 
     def bind(self, args: Any, kwargs: Any, values: dict[int, Any]) -> tuple[Any, Any]:
-        return (_Wanted(values[id(args[0])]),), {}
+        return (Wanted(values[id(args[0])]),), {}
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        return jax.tree_util.tree_map(_unpack, value.tree, is_leaf=_is_packed), ()
+        return jax.tree_util.tree_map(unpack, value.tree, is_leaf=is_packed), ()
 
 
 def fetch_there(parcel: Any) -> FetchThere | None:
@@ -393,6 +267,8 @@ def get_there(leaves: Sequence[Any], tree: Any) -> GetThere | None:
     """The plan of a transfer of whole arrays from one host, if it is one."""
     if not leaves or not all(isinstance(x, jax.Array) and is_remote(x) for x in leaves):
         return None
+    if any(x.is_deleted() for x in leaves):  # the slower way says which
+        return None
     groups = {group_of(_compat.device_list(x.sharding)) for x in leaves}
     group = groups.pop()
     if (
@@ -405,7 +281,7 @@ def get_there(leaves: Sequence[Any], tree: Any) -> GetThere | None:
     return GetThere(leaves, tree, group)
 
 
-def _compat_sharding(key: Any, sharding: Any) -> Any:
+def _data_sharding(key: Any, sharding: Any) -> Any:
     """The sharding of the data behind typed keys that are sharded so: one more axis, not sharded."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         spec = (*sharding.spec, *(None,) * (key.ndim - len(sharding.spec)), None)
@@ -415,7 +291,7 @@ def _compat_sharding(key: Any, sharding: Any) -> Any:
 
 def _source(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
     """A leaf as an array with bytes, and what makes a leaf of such an array."""
-    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         impl = _compat.key_impl(leaf.dtype)
         data = _compat.key_data(leaf)
         return (
@@ -430,11 +306,6 @@ def _source(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
             f"a value of dtype {data.dtype} cannot be put on devices of other processes"
         )
     return data.astype(jax.dtypes.canonicalize_dtype(data.dtype), copy=False), lambda made: made
-
-
-def _parts_of(array: Any) -> list[tuple[Index, Parcel]]:
-    """The parts of an array on hosts, each once, still packed."""
-    return get_parts([array])[0]
 
 
 def get_parts(arrays: Sequence[Any]) -> list[list[tuple[Index, Parcel]]]:
@@ -453,7 +324,7 @@ def get_parts(arrays: Sequence[Any]) -> list[list[tuple[Index, Parcel]]]:
             seen: set[Index] = set()
             chosen: list[list[int]] = [[] for _ in group.links]
             for device, slices in array.sharding.devices_indices_map(array.shape).items():
-                index = _index(slices, array.shape)
+                index = index_of(slices, array.shape)
                 if index not in seen:
                     seen.add(index)
                     where = next(k for k, link in enumerate(group.links) if device in link.devices)
@@ -488,5 +359,5 @@ def get(leaves: Sequence[Any]) -> list[Any]:
             known = {index: parcel.arrays()[0] for index, parcel in parts}
             whole: Index = tuple((0, n) for n in source.shape)
             value = known.get(whole)
-            results[i] = wrap(_assemble(whole, source.dtype, known) if value is None else value)
+            results[i] = wrap(assemble(whole, source.dtype, known) if value is None else value)
     return results

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from aiocolocated import (
+    ArrayDeletedError,
     Hosts,
     TaskChannel,
     colocated_python,
@@ -321,3 +322,22 @@ async def test_a_gibibyte_that_nobody_fetches_stays(hosts: Hosts) -> None:
     del x
     await everything_released(hosts)
     assert hosts[0].statistics().received_bytes - before < 100_000
+
+
+async def test_a_deleted_leaf_is_named(hosts: Hosts) -> None:
+    """Whether it was to be fetched, or to be moved to another host."""
+    tree = {"a": np.ones(3, np.float32), "b": [np.ones(4, np.float32)]}
+    there = await device_put(tree, hosts.devices[0])
+    there["b"][0].delete()
+    for transfer in (device_get(there), device_put(there, hosts.devices[2])):
+        with pytest.raises(ArrayDeletedError, match=r"x\['b'\]\[0\]"):
+            await transfer
+
+
+async def test_many_arrays_move_together(hosts: Hosts) -> None:
+    """From host to host: one question to the source, whatever their number."""
+    there = await device_put([np.full(5, i, np.float32) for i in range(40)], hosts.devices[0])
+    before = hosts[0].statistics().sent_messages
+    moved = await device_put(there, hosts.devices[2])
+    assert hosts[0].statistics().sent_messages - before < 10
+    assert [x[0] for x in await device_get(moved)] == list(range(40))

@@ -66,6 +66,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_taskgroups",
         "_waiting",
         "_lifetimes",
+        "_transfer_bodies",
         "_remote_transfers",
         "_transfers",
         "_sources",

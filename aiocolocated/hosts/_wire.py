@@ -306,6 +306,11 @@ _fixed_data: dict[Any, bytes] = {}
 _fixed: dict[bytes, Any] = {}
 
 
+def forget_fixed() -> None:
+    """Let go of what was sent: it may be of hosts that are closed."""
+    _fixed_data.clear()
+
+
 def _find_fixed(data: bytes) -> Any:
     if data not in _fixed:
         if len(_fixed) >= _MOST_FIXED:
