@@ -41,7 +41,8 @@ class TaskChannelStatistics:
     Attributes:
         name: the channel's name.
         queued: calls submitted and not started.
-        running: 1 while a body runs (an abandoned one too), else 0.
+        running: 1 while a body runs (an abandoned one too), else 0. Of calls that were sent to other
+            processes the first counts as running and the others as queued.
         in_flight: calls whose body has returned and whose arrays are computing.
         waiting_for_room: submitters that wait in :meth:`TaskChannel.submit`.
         submitted: calls taken since the channel was made.
@@ -329,8 +330,8 @@ class TaskChannel:
             running = order.running
             return TaskChannelStatistics(
                 name=self.name,
-                queued=order.pending,
-                running=int(running is not None),
+                queued=order.waiting,
+                running=int(running is not None or order.ahead > 0),
                 in_flight=order.in_flight,
                 waiting_for_room=len(order.room or ()),
                 submitted=self._submitted,

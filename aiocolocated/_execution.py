@@ -111,18 +111,22 @@ class RunnableCall(Call):
                 if not self._wide and self._plan.dispatches and _on_several_devices(arrays):
                     self._wide = order.wide = True
                     order.gate.enter(self, order)
-                if self._state == RUNNING:
-                    self._state = DISPATCHED
-                    self._value = value
-                    if self._dispatch_waiters is not None:
-                        self._wake_dispatched(wakes)
-                    if self._dependents is not None:
-                        self._unblock_dependents()
+                self._dispatched(value, wakes)
         if not ready:
             _readiness.when_ready(arrays, partial(self._arrays_ready, arrays))
         # The frames of a failed body refer to this one (``f_back``), which must hold nothing then.
         del self, error, value, arrays
         return True
+
+    def _dispatched(self, value: Any, wakes: Wakes) -> None:
+        """The body has returned; its arrays are still computing (under the lock)."""
+        if self._state == RUNNING:
+            self._state = DISPATCHED
+            self._value = value
+            if self._dispatch_waiters is not None:
+                self._wake_dispatched(wakes)
+            if self._dependents is not None:
+                self._unblock_dependents()
 
     def _break_off(self, error: BaseException, wakes: Wakes) -> None:
         """Something of ours broke while the call ran: its waiters get that."""
@@ -282,13 +286,7 @@ class RunnableCall(Call):
         """Its body has returned, its arrays are still computing (under the lock)."""
         order = self._channel._order
         order.in_flight += 1
-        if self._state == RUNNING:
-            self._state = DISPATCHED
-            self._value = value
-            if self._dispatch_waiters is not None:
-                self._wake_dispatched(wakes)
-            if self._dependents is not None:
-                self._unblock_dependents()
+        self._dispatched(value, wakes)
         self._left_hosts(order.over_there(), wakes)
 
     def _over_there(

@@ -19,6 +19,7 @@ from aiocolocated._futures import ArrayFuture, wait_for_call
 from aiocolocated._lifetimes import HERE, dropped_gate, track, untrack
 from aiocolocated._loops import Wakes
 from aiocolocated._ordering import Gate
+from aiocolocated._plans import NoArguments
 from aiocolocated._remote_objects import CloseAllPlan, ObjectCode, RemoteClosePlan
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode, Kind, kind_of
@@ -314,13 +315,11 @@ async def _close_all(owner: HostObject, places: set[HostSet | None]) -> None:
         del calls, errors
 
 
-class ClosePlan:
+class ClosePlan(NoArguments):
     """Closes an instance (a ``Plan``): its ``aclose`` or ``close``, then its destructor."""
 
     __slots__ = ("closes", "host", "light", "name")
     devices = None
-    ships = False
-    dispatches = False
 
     def __init__(self, owner: HostObject) -> None:
         self.closes: HostObject | None = owner  # until it has: the object has the call
@@ -364,12 +363,6 @@ class ClosePlan:
             owner.forget()
             self.closes = None
             del owner
-
-    def futures(self, args: Any, kwargs: Any) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Any, kwargs: Any, values: Any) -> Any:
-        return args, kwargs
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         owner, self.closes = self.closes, None

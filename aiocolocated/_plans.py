@@ -62,6 +62,20 @@ def collect(
     return value, arrays
 
 
+class NoArguments:
+    """What a plan says whose calls have no arguments (part of a ``Plan``)."""
+
+    __slots__ = ()
+    ships = False
+    dispatches = False
+
+    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
+        return ()
+
+    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
+        return args, kwargs
+
+
 class RunPlan:
     """Any callable, used as it is (a ``Plan``)."""
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocolocated._exceptions import HostError, HostLostError
+from aiocolocated._plans import NoArguments
+from aiocolocated._remote_plans import RemoteClosing
 from aiocolocated.hosts import _wire
 from aiocolocated.hosts._groups import Code
 
 if TYPE_CHECKING:
     from aiocolocated._loops import Wakes
-    from aiocolocated._protocols import Args, Kwargs
     from aiocolocated.hosts._groups import Group
     from aiocolocated.hosts._links import Link
     from aiocolocated.hosts.remote import HostSet
@@ -101,16 +102,8 @@ class ObjectCode(Code):
         return tuple(sorted(told, key=lambda link: link.process_index))
 
 
-class RemoteClosePlan:
+class RemoteClosePlan(RemoteClosing):
     """Closes the instances of an object on hosts (a ``Plan``)."""
-
-    devices = None
-    ships = False
-    dispatches = False
-    follows = True
-    reduce = None
-    asynchronous = True
-    nothing = None
 
     def __init__(self, owner: Any, hosts: HostSet, *, dropped: bool) -> None:
         self.dropped = dropped  # on the hosts such things are closed one after the other
@@ -122,18 +115,6 @@ class RemoteClosePlan:
 
     def let_go(self) -> None:
         """There is nothing to close."""
-
-    def is_loaded(self) -> bool:
-        return False
-
-    def body(self) -> Callable[..., Any]:
-        raise AssertionError
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return args, kwargs
 
     def links(self) -> tuple[Link, ...]:
         """Where there is something to close: what was lost with its host is gone."""
@@ -150,12 +131,10 @@ class RemoteClosePlan:
         return None, ()
 
 
-class CloseAllPlan:
+class CloseAllPlan(NoArguments):
     """Closes an object that has instances here and on hosts, or on several sets of hosts (a ``Plan``)."""
 
     devices = None
-    ships = False
-    dispatches = False
     host = "in-process"
 
     def __init__(self, name: str, close: Callable[[], Any]) -> None:
@@ -172,12 +151,6 @@ class CloseAllPlan:
         close, self._close = self._close, None  # it has the object, which has the call
         assert close is not None
         return close
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return args, kwargs
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         return None, ()

@@ -10,7 +10,7 @@ import jax
 
 from aiocolocated import _compat, _specs
 from aiocolocated._futures import ArrayFuture
-from aiocolocated._plans import collect
+from aiocolocated._plans import NoArguments, collect
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode, Specialization
 from aiocolocated.hosts.remote import group_of
@@ -122,6 +122,24 @@ class RemoteSpecialization(Specialization):
         if self.out_specs_fn is not None:
             self._check_result(value)
         return value, ()
+
+
+class RemoteClosing(NoArguments):
+    """What the closing of something on hosts says (part of a ``Plan``)."""
+
+    __slots__ = ()
+    devices = None
+    follows = True
+    opens = False
+    reduce = None
+    asynchronous = True
+    nothing = None  # what it gives if there is nothing to close
+
+    def is_loaded(self) -> bool:
+        return False
+
+    def body(self) -> Callable[..., Any]:
+        raise AssertionError  # it runs on the hosts
 
 
 def following(plan: Specialization, futures: Sequence[Any]) -> Specialization:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocolocated._exceptions import HostLostError, SpecError
+from aiocolocated._remote_plans import RemoteClosing
 from aiocolocated._sources import END, First, Source
 from aiocolocated._submission import submit
 from aiocolocated.hosts import _wire
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from aiocolocated._channels import TaskChannel
     from aiocolocated._futures import ArrayFuture
     from aiocolocated._owners import Owner
-    from aiocolocated._protocols import Args, Kwargs
     from aiocolocated._specializations import FunctionCode
     from aiocolocated.hosts._groups import Code, Group
     from aiocolocated.hosts._links import Link
@@ -183,18 +183,10 @@ class RemoteFirst(First):
         return self._source.base.make_code(hosts)
 
 
-class _RemoteClose:
+class _RemoteClose(RemoteClosing):
     """The ``Plan`` of the call that closes a stream on its hosts."""
 
     __slots__ = ("_source", "_there", "dropped", "host", "name")
-    devices = None
-    ships = False
-    dispatches = False
-    follows = True
-    opens = False
-    reduce = None
-    asynchronous = True
-    nothing = None
 
     def __init__(self, source: RemoteSource, *, dropped: bool) -> None:
         self.dropped = dropped
@@ -202,18 +194,6 @@ class _RemoteClose:
         self._there = source.there
         self.host = source.host
         self.name = f"{source.name} (closing)"
-
-    def is_loaded(self) -> bool:
-        return False
-
-    def body(self) -> Callable[..., Any]:
-        raise AssertionError
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return args, kwargs
 
     def links(self) -> tuple[Link, ...]:
         """Where there is something to close: what was lost with its host is gone."""

@@ -16,6 +16,7 @@ from aiocolocated._futures import ArrayFuture
 from aiocolocated._lifetimes import HERE, dropped_gate, track, untrack
 from aiocolocated._loops import Wakes
 from aiocolocated._owners import Owner
+from aiocolocated._plans import NoArguments
 from aiocolocated._protocols import Args, Kwargs
 from aiocolocated._settings import LOCK
 from aiocolocated._specializations import FunctionCode
@@ -40,7 +41,7 @@ class _End:
 END = _End()
 
 
-class Source:
+class Source(NoArguments):
     """The body of a stream, as its host sees it; the ``Plan`` of the calls that advance it.
 
     Each step is a call of its own in the stream's channel, so between two items nothing of the body
@@ -62,8 +63,6 @@ class Source:
         "plan",
         "used",
     )
-    ships = False
-    dispatches = False
 
     def __init__(
         self, base: FunctionCode, owner: Owner | None, channel: TaskChannel | None = None
@@ -104,12 +103,6 @@ class Source:
 
     def body(self) -> Callable[..., Any]:
         return self.anext if self.asynchronous else self.next
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return args, kwargs
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         if value is END:
@@ -324,13 +317,11 @@ class First:
         return self._source.finish(value)
 
 
-class _Close:
+class _Close(NoArguments):
     """The ``Plan`` of the call that closes a stream."""
 
     __slots__ = ("_source", "host", "name")
     devices = None
-    ships = False
-    dispatches = False
 
     def __init__(self, source: Source) -> None:
         self._source: Source | None = source
@@ -345,12 +336,6 @@ class _Close:
         source, self._source = self._source, None
         assert source is not None
         return source.aclose_iterator if source.asynchronous else source.close_iterator
-
-    def futures(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        return ()
-
-    def bind(self, args: Args, kwargs: Kwargs, values: dict[int, Any]) -> tuple[Args, Kwargs]:
-        return args, kwargs
 
     def finish(self, value: Any) -> tuple[Any, Sequence[Any]]:
         return None, ()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from aiocolocated import (
     runtime,
     wait_until_ready,
 )
+from host_bodies import Door, Journal
 
 pytest.importorskip("zmq")
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
@@ -318,6 +320,26 @@ async def test_a_channel_that_stops(hosts: Hosts) -> None:
         assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(ChannelStoppedError):
         channel.submit_nowait(run)
+
+
+async def test_statistics_of_calls_that_were_sent_ahead(hosts: Hosts, tmp_path: Path) -> None:
+    """The first of them runs and the others are queued, as with calls that run here."""
+    door, journal = Door(tmp_path / "door"), Journal(tmp_path / "journal")
+
+    def body(door: Door, journal: Journal) -> None:
+        journal.note("begun")
+        door.wait()
+
+    channel = TaskChannel("busy")
+    wait = colocated_python(body).specialize(devices=hosts.devices[0])
+    futures = [channel.submit_nowait(wait, door, journal) for _ in range(5)]
+    await journal.wait_for("begun")
+    busy = channel.statistics()
+    door.open()
+    await gather(*futures)
+    assert (busy.running, busy.queued, busy.submitted) == (1, 4, 5)
+    over = channel.statistics()
+    assert (over.running, over.queued, over.submitted) == (0, 0, 5)
 
 
 async def test_a_channel_with_a_thread_of_its_own(hosts: Hosts) -> None:

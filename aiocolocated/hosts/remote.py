@@ -101,9 +101,6 @@ class HostSet:
             NotShippableError: naming the captured variable.
         """
         try:
-            copied = function if isinstance(function, type) else None
-            if copied is not None and not _serialization._stays(copied):
-                copied = None
             peer = CodePeer(self.all)
             pickled = _wire.dumps(function, peer)
         except Exception as error:
@@ -240,6 +237,7 @@ def remove_devices(hosts: HostSet) -> None:
                 _by_device.pop(device, None)
         for devices in [d for d, group in _groups.items() if group and group.hosts is hosts]:
             del _groups[devices]
+    _wire.forget_fixed()
 
 
 def hosts_of(device: Any) -> HostSet | None:
