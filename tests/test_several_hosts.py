@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from host_bodies import Door, Journal
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from aiocolocated import (
@@ -32,7 +33,6 @@ from aiocolocated import (
     runtime,
     wait_until_ready,
 )
-from host_bodies import Door, Journal
 
 pytest.importorskip("zmq")
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
