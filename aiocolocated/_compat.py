@@ -83,6 +83,7 @@ except AttributeError:  # not seen yet; the public function is only slower
     _batched_block_until_ready = jax.block_until_ready
 
 _JAXLIB = tuple(int(part) for part in jaxlib.version.__version__.split(".")[:3] if part.isdecimal())
+_DELETION_CRASHES = _JAXLIB < (0, 11, 2)  # that of an array which another thread blocks on
 
 
 def ready_or_raise(arrays: Sequence[Any]) -> bool:
@@ -95,7 +96,7 @@ def ready_or_raise(arrays: Sequence[Any]) -> bool:
     """
     alive: Sequence[Any] = arrays
     try:
-        if _JAXLIB < (0, 11, 2):
+        if _DELETION_CRASHES:
             try:
                 alive = list(map(_clone, filterfalse(_is_deleted, arrays)))
             except RuntimeError:  # an array whose first device is of another process

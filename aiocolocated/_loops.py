@@ -167,10 +167,10 @@ def bridge_for(loop: asyncio.AbstractEventLoop) -> LoopBridge:
 class Wakes:
     """What a thread owes to others: filled under the lock, paid without it."""
 
-    __slots__ = ("_bridges", "_callbacks", "_cascading", "_flushes", "_steps")
+    __slots__ = ("_callbacks", "_cascading", "_flushes", "_steps", "bridges")
 
     def __init__(self) -> None:
-        self._bridges: list[LoopBridge] = []
+        self.bridges: list[LoopBridge] = []  # any thread may look
         self._callbacks: deque[Callable[[], None]] = deque()
         self._flushes: list[Callable[[], None]] = []
         self._steps: deque[Callable[[], None]] = deque()
@@ -178,8 +178,8 @@ class Wakes:
 
     def bridge(self, bridge: LoopBridge) -> None:
         """Wake a loop."""
-        if bridge not in self._bridges:
-            self._bridges.append(bridge)
+        if bridge not in self.bridges:
+            self.bridges.append(bridge)
 
     def callback(self, function: Callable[[], None]) -> None:
         """Run user code."""
@@ -208,13 +208,18 @@ class Wakes:
             self._flushes.pop()()
         while self._callbacks:
             self._callbacks.popleft()()
-        while self._bridges:
-            self._bridges.pop().notify()
+        while self.bridges:
+            self.bridges.pop().notify()
 
     def __bool__(self) -> bool:
-        return bool(self._bridges or self._callbacks or self._flushes)
+        return bool(self.bridges or self._callbacks or self._flushes)
+
+    @property
+    def only_bridges(self) -> bool:
+        """Whether nothing is owed but waking loops."""
+        return not (self._callbacks or self._flushes)
 
     @property
     def only_flushes(self) -> bool:
         """Whether nobody waits for anything but what is to be sent."""
-        return not (self._bridges or self._callbacks)
+        return not (self.bridges or self._callbacks)

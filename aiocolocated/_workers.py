@@ -29,6 +29,10 @@ logger = logging.getLogger("aiocolocated")
 _PATIENCE = 0.001  # seconds a runnable channel waits before a thread is added
 _LIMIT_WARNING = 0.5  # seconds a runnable channel waits at the limit before it is reported
 _TURN = 0.001  # seconds that one channel has a worker while others wait for one
+_QUICK = 50e-6  # seconds: after so short a body the next one is expected to be short, too
+_LONGEST_OWED = (
+    0.0005  # seconds for which short bodies may follow each other before loops are woken
+)
 _REFUSED_PAUSE = 1.0  # seconds until the next try after the system refused a thread
 
 
@@ -91,12 +95,15 @@ class Worker:
         "extra",
         "first",
         "lane",
+        "owed_since",
         "owner",
         "pool",
         "seen",
+        "started",
         "stuck",
         "waiting",
         "wake",
+        "wakes",
     )
 
     def __init__(self, pool: Pool, first: Lane | None, *, dedicated: bool = False) -> None:
@@ -113,11 +120,14 @@ class Worker:
         self.waiting = 0  # nested waits of the body: the slot is given back
         self.wake = threading.Lock()
         self.wake.acquire()
+        self.wakes = Wakes()
+        self.owed_since = 0.0
+        self.started = 0.0  # the last call
 
     def run(self) -> None:
         """Serve lanes until idle for too long."""
         local.worker = self
-        wakes = Wakes()
+        wakes = self.wakes
         lane, self.first = self.first, None
         try:
             while True:
@@ -129,6 +139,7 @@ class Worker:
                 if lane is not None:
                     continue
                 if wakes:
+                    self.owed_since = 0.0
                     wakes.pay()  # last of all: the loop's thread wants the GIL as soon as it wakes
                 lane = self._wait()
                 if lane is None:
@@ -171,10 +182,8 @@ class Worker:
                     if order.room:
                         lane._admit(wakes)
                 self.call = call
-            if wakes and not (
-                wakes.only_flushes
-                and (call._group is not None or ((wait := call._may_wait) is not None and wait()))
-            ):
+                watched = pool.watched
+            if wakes and not self._may_wait(wakes, call, watched):
                 wakes.pay()
             served = True
             settled = True
@@ -184,6 +193,7 @@ class Worker:
                 # A bug of ours must not take the thread, the channel and the waiters with it.
                 logger.exception("internal error in a worker")
                 call._break_off(error, wakes)
+            self.started = call._started
             self.call = None
             call = None
             if self.stuck:
@@ -191,6 +201,22 @@ class Worker:
                     pool.unstick(self)
             if not settled:
                 return
+
+    def _may_wait(self, wakes: Wakes, call: Job, watched: bool) -> bool:
+        """Whether what is owed may wait for the body that begins now.
+
+        A loop that wakes wants the GIL, and gets it whenever a body lets it go: between short bodies that
+        costs more than they do. Should this one take long after all, the watch wakes the loops.
+        """
+        if wakes.only_flushes:
+            return call._group is not None or ((wait := call._may_wait) is not None and wait())
+        if watched and wakes.only_bridges and not self.dedicated:
+            now = monotonic()
+            self.owed_since = self.owed_since or now
+            if now - self.started < _QUICK and now - self.owed_since < _LONGEST_OWED:
+                return True
+        self.owed_since = 0.0
+        return False
 
 
 class Pool:
@@ -208,6 +234,7 @@ class Pool:
         self.ended = False
         self.refused = 0.0  # when a thread could not be started
         self._numbers = 0
+        self.watched = False  # whether somebody looks every moment
         self._watching = False
         self._limit_reported = False
 
@@ -297,6 +324,7 @@ class Pool:
         return None
 
     def _start_watch(self) -> None:
+        self.watched = True
         due = monotonic() + _PATIENCE
         _service.call_at(due, functools.partial(self._watch, due))
 
@@ -385,17 +413,21 @@ class Pool:
         """Wake or add threads while lanes wait and no worker makes progress (service thread)."""
         report: str | None = None
         with LOCK:
-            if not self.ready and not self.light:
-                self._watching = False
-                return
-            now = monotonic()
-            again = now + _PATIENCE
-            self._look_for_stuck(now, on_time=now - due < _PATIENCE)
-            if self._active() <= self.stuck:
-                report = self._grow(now)
-                if report is not None or self._active() >= _settings.current.worker_limit:
-                    again = now + 0.02
-            _service.call_at(again, functools.partial(self._watch, again))
+            owed = {bridge for worker in self.workers for bridge in worker.wakes.bridges}
+            if self.ready or self.light:
+                now = monotonic()
+                pause = _PATIENCE
+                self._look_for_stuck(now, on_time=now - due < _PATIENCE)
+                if self._active() <= self.stuck:
+                    report = self._grow(now)
+                    if report is not None or self._active() >= _settings.current.worker_limit:
+                        pause = 0.02
+                self.watched = pause == _PATIENCE
+                _service.call_at(now + pause, functools.partial(self._watch, now + pause))
+            else:
+                self._watching = self.watched = False
+        for bridge in owed:
+            bridge.notify()
         if report:
             logger.warning("%s", report)
 

@@ -311,6 +311,6 @@ BENCHMARKS = (
         (Target(CHANNEL_RUN, 1.2, "ratio", BARE_THREAD),),
         reference=ON_LOOP,
         processes=1,
-        repetitions=5,
+        repetitions=25,
     ),
 )

@@ -413,6 +413,33 @@ async def test_busy_channel_lets_others_in():
 # --- what they hold -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("behind", [0, 4])
+@pytest.mark.asyncio
+async def test_long_body_after_short_ones_holds_no_waiter_up(behind, monkeypatch):
+    """Loops are woken once for several short bodies, and by the watch if the next one takes long."""
+    monkeypatch.setattr(_workers, "_QUICK", 60.0)  # every body counts as short
+    monkeypatch.setattr(_workers, "_LONGEST_OWED", 60.0)
+    may_wait = _workers.Worker._may_wait
+    waited = []
+    monkeypatch.setattr(
+        _workers.Worker,
+        "_may_wait",
+        lambda *args: waited.append(may_wait(*args)) or waited[-1],
+    )
+    configure(worker_limit=8)
+    held, started, gate = Gate(), Gate(), Gate()
+    async with TaskGroup() as group:
+        group.start_soon(hold, X, started, held)
+        await started.wait_async()
+        short = [group.start_soon(same, X) for _ in range(4)]
+        for _ in range(1 + behind):
+            group.start_soon(hold, X, Gate(), gate)
+        await gather(*short)
+        gate.open()  # it was not the end of the long bodies that woke this task
+        held.open()
+    assert any(waited)
+
+
 @pytest.mark.asyncio
 async def test_idle_workers_hold_nothing():
     """A result goes with its future, also if its worker was looked at while it ran."""
