@@ -34,14 +34,14 @@ def _make(
     shape: tuple[int, ...], dtype: Any, sharding: Any, parts: Sequence[tuple[Index, Parcel]]
 ) -> Any:
     known = {index: parcel.arrays()[0] for index, parcel in parts}
-    shards: list[Any] = []
-    for device, slices in sharding.addressable_devices_indices_map(shape).items():
+
+    def part(slices: Any) -> Any:
         index = index_of(slices, shape)
-        part = known.get(index)
-        if part is None:
-            part = known[index] = assemble(index, dtype, known)
-        shards.append(jax.device_put(part, device))
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        if index not in known:
+            known[index] = assemble(index, dtype, known)
+        return known[index]
+
+    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
 
 def pack(arrays: Sequence[Any], wanted: Sequence[Sequence[int]], shared: bool) -> list[Parts]:
@@ -80,9 +80,12 @@ class Wanted:
         self.result = result
 
 
-def fetch(wanted: Wanted) -> Fetched:
+def fetch(wanted: Wanted) -> Fetched | Plain:
     """Pack the arrays in a result (body)."""
-    return Fetched(jax.tree_util.tree_map(_packed, wanted.result))
+    fetched = Fetched(jax.tree_util.tree_map(_packed, wanted.result))
+    if is_packed(fetched.tree):  # one array, and nothing of the user's around it
+        return Plain(fetched, [fetched.tree.parcel])
+    return fetched
 
 
 def _packed(leaf: Any) -> Any:
