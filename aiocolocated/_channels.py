@@ -174,7 +174,7 @@ class TaskChannel:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "stopped" if self._order.stopped else "open"
-        return f"<TaskChannel {self.name!r} {state} queued={self._order.pending}>"
+        return f"<TaskChannel {self.name!r} {state} queued={self._order.waiting}>"
 
     # -- submitting ---------------------------------------------------------------------------------
 

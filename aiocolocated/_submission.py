@@ -47,7 +47,7 @@ def enqueue(call: Call, make_waiter: Callable[[], Waiter] | None = None) -> Tick
         if order.max_pending is not None and not order.has_room():
             if make_waiter is None:
                 raise WouldBlock(
-                    f"channel {channel.name!r} is full: {order.pending} calls are queued (max_pending="
+                    f"channel {channel.name!r} is full: {order.waiting} calls are queued (max_pending="
                     f"{order.max_pending}) and {len(order.room or ())} submitters wait. "
                     "Use 'await channel.submit(...)' to wait for room."
                 )

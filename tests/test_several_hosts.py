@@ -21,6 +21,7 @@ from aiocolocated import (
     Hosts,
     SpecError,
     TaskChannel,
+    WouldBlock,
     as_completed,
     colocated_python,
     device_get,
@@ -330,14 +331,21 @@ async def test_statistics_of_calls_that_were_sent_ahead(hosts: Hosts, tmp_path: 
         journal.note("begun")
         door.wait()
 
-    channel = TaskChannel("busy")
+    channel = TaskChannel("busy", max_pending=4)
     wait = colocated_python(body).specialize(devices=hosts.devices[0])
-    futures = [channel.submit_nowait(wait, door, journal) for _ in range(5)]
+    futures = [channel.submit_nowait(wait, door, journal)]
     await journal.wait_for("begun")
-    busy = channel.statistics()
+    futures += [channel.submit_nowait(wait, door, journal) for _ in range(4)]
+    while not all(future._sent for future in futures):
+        await asyncio.sleep(0)
+    busy, shown = channel.statistics(), repr(channel)
+    with pytest.raises(WouldBlock) as full:
+        channel.submit_nowait(wait, door, journal)
     door.open()
     await gather(*futures)
     assert (busy.running, busy.queued, busy.submitted) == (1, 4, 5)
+    assert "queued=4" in shown
+    assert "full: 4 calls are queued" in str(full.value)
     over = channel.statistics()
     assert (over.running, over.queued, over.submitted) == (0, 0, 5)
 

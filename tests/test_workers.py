@@ -410,9 +410,6 @@ async def test_busy_channel_lets_others_in():
     await gather(*calls)
 
 
-# --- what they hold -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("behind", [0, 4])
 @pytest.mark.asyncio
 async def test_long_body_after_short_ones_holds_no_waiter_up(behind, monkeypatch):
@@ -421,11 +418,13 @@ async def test_long_body_after_short_ones_holds_no_waiter_up(behind, monkeypatch
     monkeypatch.setattr(_workers, "_LONGEST_OWED", 60.0)
     may_wait = _workers.Worker._may_wait
     waited = []
-    monkeypatch.setattr(
-        _workers.Worker,
-        "_may_wait",
-        lambda *args: waited.append(may_wait(*args)) or waited[-1],
-    )
+
+    def spy(*args):
+        answer = may_wait(*args)
+        waited.append(answer)
+        return answer
+
+    monkeypatch.setattr(_workers.Worker, "_may_wait", spy)
     configure(worker_limit=8)
     held, started, gate = Gate(), Gate(), Gate()
     async with TaskGroup() as group:
@@ -438,6 +437,9 @@ async def test_long_body_after_short_ones_holds_no_waiter_up(behind, monkeypatch
         gate.open()  # it was not the end of the long bodies that woke this task
         held.open()
     assert any(waited)
+
+
+# --- what they hold -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
